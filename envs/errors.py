@@ -1,0 +1,59 @@
+"""The failures that a rollout may meet; each one names the Outcome it becomes.
+
+Invariant: only these become data. Anything else raised inside an episode is a bug and propagates.
+
+EpisodeError
++-- SandboxError        the sandbox could not be made, reached or kept by its provider -> sandbox_error
+|   +-- SandboxRefused  this machine cannot isolate; the message names the failed step, errno and remedy
++-- SandboxDied         the sandbox died from inside: its policy killed it            -> agent_error
++-- HarnessTimeout      the agent's time is over                                      -> agent_timeout
++-- TurnLimit           the Turn limit is reached                                     -> turn_limit
++-- ContextLimit        the next prompt does not fit the context                      -> context_limit
++-- SamplerError        no Completion came                                            -> sampler_error
++-- VerifierError       no valid reward came                                          -> verifier_error
+TaskError               a Task directory is malformed; raised before any work starts
+"""
+
+from trajectories.schema import Outcome
+
+
+class EpisodeError(Exception):
+    """Base of the failures that end a rollout and become its Outcome."""
+
+    outcome: Outcome
+
+
+class SandboxError(EpisodeError):
+    outcome = Outcome.SANDBOX_ERROR
+
+
+class SandboxRefused(SandboxError):
+    """This machine cannot run the sandbox as asked; nothing was started."""
+
+
+class SandboxDied(EpisodeError):
+    outcome = Outcome.AGENT_ERROR
+
+
+class HarnessTimeout(EpisodeError):
+    outcome = Outcome.AGENT_TIMEOUT
+
+
+class TurnLimit(EpisodeError):
+    outcome = Outcome.TURN_LIMIT
+
+
+class ContextLimit(EpisodeError):
+    outcome = Outcome.CONTEXT_LIMIT
+
+
+class SamplerError(EpisodeError):
+    outcome = Outcome.SAMPLER_ERROR
+
+
+class VerifierError(EpisodeError):
+    outcome = Outcome.VERIFIER_ERROR
+
+
+class TaskError(ValueError):
+    """A Task is malformed: the message is one line with the path, what is wrong and the remedy."""
