@@ -24,6 +24,8 @@ class EpisodeError(Exception):
 
 
 class SandboxError(EpisodeError):
+    """The sandbox could not be made, reached or kept by its provider."""
+
     outcome = Outcome.SANDBOX_ERROR
 
 
@@ -32,26 +34,38 @@ class SandboxRefused(SandboxError):
 
 
 class SandboxDied(EpisodeError):
+    """The sandbox died from inside: its policy killed it."""
+
     outcome = Outcome.AGENT_ERROR
 
 
 class HarnessTimeout(EpisodeError):
+    """The agent's time is over."""
+
     outcome = Outcome.AGENT_TIMEOUT
 
 
 class TurnLimit(EpisodeError):
+    """The Turn limit is reached."""
+
     outcome = Outcome.TURN_LIMIT
 
 
 class ContextLimit(EpisodeError):
+    """The next prompt does not fit the context."""
+
     outcome = Outcome.CONTEXT_LIMIT
 
 
 class SamplerError(EpisodeError):
+    """No Completion came."""
+
     outcome = Outcome.SAMPLER_ERROR
 
 
 class VerifierError(EpisodeError):
+    """No valid reward came."""
+
     outcome = Outcome.VERIFIER_ERROR
 
 

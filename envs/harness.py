@@ -24,7 +24,9 @@ class Conversation(Protocol):
         ...
 
     @property
-    def turns(self) -> Sequence[Turn]: ...
+    def turns(self) -> Sequence[Turn]:
+        """The Turns so far, oldest first."""
+        ...
 
     async def ask(self, message: str) -> str:
         """The reply to `message`, which is also the observation that answers the previous reply."""
