@@ -1,0 +1,31 @@
+"""Awaiting a remote call: every wait has a deadline and an error that names what did not come.
+
+Invariant: the only place that awaits a Ray reference; a dead actor and a missed deadline are typed.
+Called by every shell in actors/.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+
+from actors.errors import ActorDied, DeadlineMissed
+
+
+async def call(method: Any, *args: Any, deadline_s: float, what: str, **kwargs: Any) -> Any:
+    """The result of an actor's method.
+
+    Raises DeadlineMissed after `deadline_s` seconds and ActorDied when its process is gone, both naming `what`.
+    An exception of the method itself comes through as it was raised there.
+    """
+    reference = method.remote(*args, **kwargs)
+    try:
+        return await asyncio.wait_for(reference, deadline_s)
+    except TimeoutError as error:
+        raise DeadlineMissed(f"{what}: no answer within {deadline_s:.0f} s") from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from error
+    except ray.exceptions.ActorDiedError as error:
+        raise ActorDied(f"{what}: its process died ({error})") from error
+    except ray.exceptions.ActorUnavailableError as error:
+        raise ActorDied(f"{what}: its process cannot be reached ({error})") from error

@@ -1,0 +1,23 @@
+"""Failures of the distributed run; importable without Ray.
+
+ClusterError
++-- DeadlineMissed    somebody did not answer in time; the message names who and for what
++-- ActorDied         an actor's process is gone
++-- PlacementError    the cluster lacks a resource that the config asks for; the message names it
+"""
+
+
+class ClusterError(RuntimeError):
+    """Base of what a run may meet between processes."""
+
+
+class DeadlineMissed(ClusterError):
+    """A wait came to its end."""
+
+
+class ActorDied(ClusterError):
+    """An actor's process is gone."""
+
+
+class PlacementError(ClusterError):
+    """The cluster cannot place what the config asks for."""

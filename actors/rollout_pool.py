@@ -1,0 +1,197 @@
+"""The rollout pool: spreads Groups over rollout workers and hands back their handles.
+
+Invariant: every Group that was started ends as one handle or as one raised error; the pool is the one place that
+bounds how many rollouts run. Called by recipes: `stream` feeds a learner, `play_all` harvests and evaluates.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from actors.calls import call
+from actors.cluster import Resources
+from actors.rollout_worker import RolloutWorkerActor
+from envs.build import EpisodeConfig
+from envs.sampler import Sampler
+from envs.task import Task
+from trajectories.buffer import GroupBuffer
+from trajectories.handle import GroupHandle
+from trajectories.schema import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPoolConfig:
+    """How many rollouts run, and where."""
+
+    num_workers: int = 1
+    max_rollouts: int = 256
+    """Rollouts that may run at once over all workers."""
+    start_deadline_s: float = 120.0
+    resources: Resources = field(default_factory=Resources)
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.max_rollouts < 1:
+            raise ValueError(f"num_workers and max_rollouts must be >= 1, got {self.num_workers}, {self.max_rollouts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """A Group to play."""
+
+    task: Task
+    group_id: str
+
+
+class RolloutPool:
+    """A fleet of rollout workers; made by `start_rollout_pool`."""
+
+    def __init__(self, config: RolloutPoolConfig, workers: list, *, sandbox: str, group_deadline_s: float) -> None:
+        self._config = config
+        self._group_deadline_s = group_deadline_s
+        self._workers = workers
+        self._running = [0] * len(workers)
+        self._slots = asyncio.Semaphore(config.max_rollouts)
+        self._queue = asyncio.Lock()
+        self.sandbox = sandbox
+        """Name of the sandbox provider that every worker reports."""
+
+    async def play(self, request: GroupRequest, size: int) -> GroupHandle:
+        """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
+        num_slots = min(size, self._config.max_rollouts)
+        async with self._queue:  # one Group gathers slots at a time, or two could each hold half of what they need
+            for _ in range(num_slots):
+                await self._slots.acquire()
+        index = min(range(len(self._workers)), key=self._running.__getitem__)
+        self._running[index] += size
+        try:
+            return await call(
+                self._workers[index].play,
+                request.task,
+                request.group_id,
+                size,
+                deadline_s=self._group_deadline_s + 60,
+                what=f"group {request.group_id} on rollout worker {index}",
+            )
+        finally:
+            self._running[index] -= size
+            for _ in range(num_slots):
+                self._slots.release()
+
+    async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
+        """Handles of all Groups, each as it finishes; at most as many in flight as there are slots for, and one more."""
+        ahead = max(1, self._config.max_rollouts // size) + 1
+        running: set[asyncio.Task[GroupHandle]] = set()
+        waiting = iter(requests)
+        try:
+            while True:
+                while len(running) < ahead and (request := next(waiting, None)) is not None:
+                    running.add(asyncio.create_task(self.play(request, size)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    yield finished.result()
+        finally:
+            await _cancel(running)
+
+    @asynccontextmanager
+    async def stream(
+        self, requests: Iterable[GroupRequest], size: int, buffer: GroupBuffer, oldest_served: Callable[[], PolicyVersion]
+    ) -> AsyncIterator["RolloutStream"]:
+        """A stream of Groups that feeds a learner, paced by the buffer's admission, for the length of the block."""
+        stream = RolloutStream(self, requests, size, buffer, oldest_served)
+        issuing = asyncio.create_task(stream.issue())
+        try:
+            yield stream
+        finally:
+            await _cancel({issuing})
+
+    async def close(self) -> None:
+        """Flushes every worker's segment."""
+        for index, worker in enumerate(self._workers):
+            await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+
+
+class RolloutStream:
+    """Finished Groups for a learner. Consumes Tasks, waits for permits and slots, and unblocks `take`."""
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        requests: Iterable[GroupRequest],
+        size: int,
+        buffer: GroupBuffer,
+        oldest_served: Callable[[], PolicyVersion],
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._size = size
+        self._buffer = buffer
+        self._oldest_served = oldest_served
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def issue(self) -> None:
+        """Starts a Group whenever admission permits one, until the Tasks end or the stream is closed."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for request in self._requests:
+                await self._buffer.admit(request.group_id)
+                self._buffer.start(request.group_id, self._oldest_served())
+                running.add(task := asyncio.create_task(self._play(request)))
+                task.add_done_callback(running.discard)
+            while running:
+                await asyncio.wait(running)
+            self._buffer.close()
+        finally:
+            await _cancel(running)
+
+    async def take(self, version: PolicyVersion, deadline_s: float) -> list[GroupHandle]:
+        """The Groups of one step at `version`, oldest first; raises what broke a rollout worker, if one broke."""
+        taking = asyncio.create_task(self._buffer.take(version, deadline_s))
+        try:
+            await asyncio.wait({taking, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return await taking
+        finally:
+            taking.cancel()
+
+    async def _play(self, request: GroupRequest) -> None:
+        try:
+            self._buffer.put(await self._pool.play(request, self._size))
+        except Exception as error:  # handed on to `take`, which raises it
+            if not self._failure.done():
+                self._failure.set_exception(error)
+
+
+@asynccontextmanager
+async def start_rollout_pool(
+    config: RolloutPoolConfig, episode: EpisodeConfig, *, store: Path, sampler: Sampler | None, prefix: str
+) -> AsyncIterator[RolloutPool]:
+    """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ..."""
+    actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
+    workers = [actor.remote(f"{prefix}-{index}", episode, store, sampler) for index in range(config.num_workers)]
+    try:
+        names = [
+            await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
+            for index, worker in enumerate(workers)
+        ]
+        pool = RolloutPool(config, workers, sandbox=names[0], group_deadline_s=episode.group_deadline_s)
+        yield pool
+        await pool.close()
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+async def _cancel(tasks: set) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

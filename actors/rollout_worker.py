@@ -1,0 +1,45 @@
+"""A rollout worker: an actor that plays whole Groups and stores them; only handles leave it.
+
+Invariant: a Group is on disk before its handle is returned. Called by actors/rollout_pool.py alone.
+"""
+
+import logging
+from pathlib import Path
+
+import ray
+
+from envs.build import EpisodeConfig, build_episode
+from envs.group import run_group
+from envs.sampler import Sampler
+from envs.task import Task
+from trajectories.handle import GroupHandle, summarize
+from trajectories.store import StoreWriter
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker:
+    """Plays Groups with one Episode config, writing to a segment of its own."""
+
+    def __init__(self, name: str, config: EpisodeConfig, store: Path, sampler: Sampler | None) -> None:
+        self._config = config
+        self._episode = build_episode(config, sampler=sampler)
+        self._writer = StoreWriter(store, name)
+
+    async def ready(self) -> str:
+        """The sandbox provider's name, once this worker can play."""
+        return self._episode.provider.name
+
+    async def play(self, task: Task, group_id: str, size: int) -> GroupHandle:
+        """Plays one Group, stores it and returns its handle."""
+        group = await run_group(
+            task, size=size, episode=self._episode, group_id=group_id, deadline_s=self._config.group_deadline_s
+        )
+        return summarize(group, self._writer.append(group))
+
+    async def close(self) -> None:
+        """Flushes the segment to disk."""
+        self._writer.close()
+
+
+RolloutWorkerActor = ray.remote(RolloutWorker)
