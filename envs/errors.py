@@ -11,6 +11,7 @@ EpisodeError
 +-- ContextLimit        the next prompt does not fit the context                      -> context_limit
 +-- SamplerError        no Completion came                                            -> sampler_error
 +-- VerifierError       no valid reward came                                          -> verifier_error
++-- GroupDeadline       the time of its group is over                                 -> cancelled
 TaskError               a Task directory is malformed; raised before any work starts
 """
 
@@ -67,6 +68,12 @@ class VerifierError(EpisodeError):
     """No valid reward came."""
 
     outcome = Outcome.VERIFIER_ERROR
+
+
+class GroupDeadline(EpisodeError):
+    """The time of its Group is over."""
+
+    outcome = Outcome.CANCELLED
 
 
 class TaskError(ValueError):

@@ -1,0 +1,160 @@
+"""One episode: a Task played once in a Sandbox of its own, judged, and recorded as a Trajectory.
+
+Invariant: an EpisodeError always becomes the Trajectory's Outcome, here and nowhere else; every other exception is a
+bug, or a cancellation, and propagates after the Sandbox was stopped. Called by envs/group.py.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from envs.errors import EpisodeError, GroupDeadline, HarnessTimeout
+from envs.harness import Conversation, Harness
+from envs.sandbox import Sandbox, SandboxProvider
+from envs.task import Task
+from envs.verifier import Verdict, verify
+from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Trajectory, Treatment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """How Tasks are played: everything about a rollout but its Task and its name."""
+
+    provider: SandboxProvider
+    harness: Harness
+    converse: Callable[[Task, str], Conversation]
+    """A fresh Conversation for a Task and a trajectory id."""
+    agent_timeout_s: float | None = None
+    """Replaces the Task's own limit; None keeps it."""
+    max_agent_timeout_s: float = 1800.0
+    """No rollout's harness runs longer, whatever its Task says; a Task without a limit gets this one."""
+    max_verifier_timeout_s: float = 120.0
+    """No tests run longer, whatever their Task says."""
+    treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS
+    """What each Outcome counts as; the Verifier runs for those that `score`."""
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Goes into every Trajectory: sampler, task set, run."""
+
+    def __post_init__(self) -> None:
+        for name in ("agent_timeout_s", "max_agent_timeout_s", "max_verifier_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        missing = [outcome.value for outcome in Outcome if outcome not in self.treatments]
+        if missing:
+            raise ValueError(f"treatments must name every outcome; missing: {', '.join(missing)}")
+
+    def agent_limit_s(self, task: Task) -> float:
+        """Seconds the harness may run: min(agent_timeout_s or else the Task's limit, max_agent_timeout_s)."""
+        wanted_s = self.agent_timeout_s if self.agent_timeout_s is not None else task.limits.agent_timeout_s
+        return self.max_agent_timeout_s if wanted_s is None else min(wanted_s, self.max_agent_timeout_s)
+
+
+async def run_episode(
+    task: Task, *, episode: Episode, trajectory_id: str, group_id: str, member: int, deadline_s: float | None = None
+) -> Trajectory:
+    """The Trajectory of one rollout, its Turns kept however it ended.
+
+    A rollout still running `deadline_s` seconds from now ends as `cancelled` (None: never).
+    """
+    conversation = episode.converse(task, trajectory_id)
+    ending, timings_s = _Ending(), dict[str, float]()
+    with ending.boundary():
+        async with (
+            _limited(deadline_s, GroupDeadline(f"not done {deadline_s} s after its group began")),
+            _started(episode.provider, task, trajectory_id, timings_s) as sandbox,
+        ):
+            limit_s = episode.agent_limit_s(task)
+            with ending.boundary(), _timed(timings_s, "harness"):
+                async with _limited(limit_s, HarnessTimeout(f"harness did not end within {limit_s:g} s")):
+                    await episode.harness.run(task, sandbox, conversation)
+            if episode.treatments[ending.outcome] is Treatment.SCORE:
+                with ending.boundary(), _timed(timings_s, "verifier"):
+                    timeout_s = min(task.verifier.timeout_s, episode.max_verifier_timeout_s)
+                    ending.verdict = await verify(task, sandbox, timeout_s=timeout_s)
+            ending.is_final = True
+    return Trajectory(
+        id=trajectory_id,
+        task_id=task.id,
+        group_id=group_id,
+        member=member,
+        prompt=conversation.prompt,
+        turns=tuple(conversation.turns),
+        outcome=ending.outcome,
+        reward=ending.verdict.reward if ending.verdict else None,
+        evidence=ending.verdict.evidence if ending.verdict else "",
+        error=ending.error,
+        timings_s=timings_s,
+        provenance={**episode.provenance, "harness": episode.harness.name, "sandbox": episode.provider.name},
+    )
+
+
+class _Ending:
+    """How the rollout ends, as far as it is known: completed until an EpisodeError says otherwise."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome.COMPLETED
+        self.error = ""
+        self.verdict: Verdict | None = None
+        self.is_final = False
+
+    @contextmanager
+    def boundary(self) -> Generator[None]:
+        """Turns an EpisodeError inside into the Outcome; the one place that does."""
+        try:
+            yield
+        except EpisodeError as error:
+            line = f"{type(error).__name__}: {error}"
+            if self.is_final:  # stopping failed: the rollout's result stands, and the provider's sweep finds the rest
+                logger.warning("sandbox not stopped cleanly after outcome=%s: %s", self.outcome, line)
+                return
+            self.outcome, self.error = error.outcome, line
+
+
+@asynccontextmanager
+async def _limited(limit_s: float | None, late: EpisodeError) -> AsyncGenerator[None]:
+    """Raises `late` when the block runs longer; a TimeoutError of the block's own propagates as the bug it is.
+
+    An EpisodeError that comes while the block is being ended for lateness is a consequence of it.
+    """
+    timer = asyncio.timeout(limit_s)
+    try:
+        async with timer:
+            yield
+    except (TimeoutError, EpisodeError):
+        if not timer.expired():
+            raise
+    if timer.expired():
+        raise late
+
+
+@asynccontextmanager
+async def _started(
+    provider: SandboxProvider, task: Task, owner: str, timings_s: dict[str, float]
+) -> AsyncGenerator[Sandbox]:
+    """The Task's Sandbox, with the seconds that starting and stopping it took."""
+    began = time.monotonic()
+    try:
+        async with provider.start(task, owner=owner) as sandbox:
+            timings_s["sandbox_start"] = time.monotonic() - began
+            try:
+                yield sandbox
+            finally:
+                began = time.monotonic()
+    finally:
+        timings_s["sandbox_stop" if "sandbox_start" in timings_s else "sandbox_start"] = time.monotonic() - began
+
+
+@contextmanager
+def _timed(timings_s: dict[str, float], stage: str) -> Generator[None]:
+    """Records the seconds of the block, however it ends."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        timings_s[stage] = time.monotonic() - began

@@ -1,0 +1,112 @@
+"""The Verifier: runs a Task's hidden tests in its Sandbox and reads the reward they wrote.
+
+Invariant: a Verdict comes only from a reward file that this run of tests/test.sh wrote, after every process of the
+agent was ended. Called by envs/episode.py.
+"""
+
+import json
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any, cast
+
+from envs.errors import SandboxDied, VerifierError
+from envs.sandbox import ExecResult, Sandbox
+from envs.task import Task
+
+EVIDENCE_CHARS = 4000
+"""Evidence keeps this much of the end of the test output."""
+
+# One exec does all, because a rollout pays for each: clear what the agent may have left in the verifier's places, run
+# the tests, print the reward file's name and text and the end of the test output. The uploaded tests wait under a name
+# the agent could not know. `cd` is here and not in the exec: the agent may have removed its own working directory.
+# 4 bytes is the longest character of UTF-8, so the tail holds EVIDENCE_CHARS of them.
+_SCRIPT = """\
+rm -rf /tests /logs/verifier && mv {staged} /tests && mkdir -p /logs/verifier && chmod 777 /logs/verifier || exit 1
+cd {workdir} 2>/dev/null
+bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1 </dev/null
+reward=/logs/verifier/reward.json
+[ -f $reward ] || reward=/logs/verifier/reward.txt
+[ -f $reward ] && echo ${{reward##*/}} && head -c {max_reward_bytes} $reward
+printf '\\0'
+tail -c {max_tail_bytes} /logs/verifier/test-stdout.txt
+exit 0
+"""
+_MAX_REWARD_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the tests found."""
+
+    reward: float
+    """Finite; 0 or 1 in the task sets of this project."""
+    evidence: str
+    """The last EVIDENCE_CHARS characters that the tests printed."""
+
+
+async def verify(task: Task, sandbox: Sandbox, *, timeout_s: float) -> Verdict:
+    """The Verdict on the Sandbox as the agent left it; the exit status of test.sh means nothing.
+
+    Raises VerifierError when no valid reward came within `timeout_s`, and SandboxDied when the Sandbox was left in a
+    state in which tests cannot even be put in place (a policy must not escape its reward by wrecking the box).
+    """
+    await sandbox.kill_all()
+    staged = f"/.tests-{secrets.token_hex(8)}"
+    await sandbox.upload_dir(task.path / "tests", staged)
+    command = _SCRIPT.format(
+        staged=staged,
+        workdir=_quote(sandbox.workdir),
+        max_reward_bytes=_MAX_REWARD_BYTES,
+        max_tail_bytes=4 * EVIDENCE_CHARS,
+    )
+    result = await sandbox.exec(command, timeout_s=timeout_s, env=task.verifier.env, cwd="/")
+    if result.exit_code == 124:
+        raise VerifierError(f"tests did not end within {timeout_s:g} s")
+    if result.exit_code != 0:
+        raise SandboxDied(f"tests could not be put in place: {_text(result.stderr)[-500:].strip() or result.exit_code}")
+    return _verdict(result)
+
+
+def _verdict(result: ExecResult) -> Verdict:
+    head, _, tail = result.stdout.partition(b"\0")
+    evidence = _text(tail)[-EVIDENCE_CHARS:]
+    name, _, text = _text(head).partition("\n")
+    if not name:
+        raise VerifierError(f"tests wrote no reward file; they printed: {evidence[-500:].strip() or 'nothing'}")
+    reward = _parse_json(text) if name == "reward.json" else _parse_number(text)
+    if not math.isfinite(reward):
+        raise VerifierError(f"{name} is not finite: {reward}")
+    return Verdict(reward=reward, evidence=evidence)
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise VerifierError(f"reward.txt holds no number: {text.strip()[:80]!r}") from None
+
+
+def _parse_json(text: str) -> float:
+    """The value of "reward", or the only value there is."""
+    try:
+        content: Any = json.loads(text)
+    except ValueError:
+        raise VerifierError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
+    if not isinstance(content, dict):
+        raise VerifierError(f"reward.json is not an object: {text.strip()[:80]!r}")
+    rewards = cast(dict[str, Any], content)
+    if "reward" not in rewards and len(rewards) != 1:
+        raise VerifierError(f"reward.json has no key 'reward' among {sorted(rewards)}")
+    value = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise VerifierError(f"reward.json holds no number: {value!r}")
+    return float(value)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+def _quote(path: str) -> str:
+    return "'" + path.replace("'", "'\\''") + "'"
