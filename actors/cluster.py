@@ -58,7 +58,10 @@ class Resources:
 
 @asynccontextmanager
 async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
-    """Joins or starts Ray for the length of the block."""
+    """Joins or starts Ray for the length of the block; inside another such block, that one's Ray serves."""
+    if ray.is_initialized():
+        yield
+        return
     address = config.address or os.environ.get("RAY_ADDRESS")
     joining = {} if address else {"num_cpus": max(2, os.cpu_count() or 2), "include_dashboard": False}
     if not address:

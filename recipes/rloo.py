@@ -1,0 +1,192 @@
+"""RLOO: asynchronous on-policy reinforcement learning against binary verifiers.
+
+Rollouts stream in while the learner trains; a Group is consumed at version v only if every trained token was sampled
+at v - max_staleness or later; weights move into the servers while they generate, and each server proves what it serves.
+
+    python -m recipes.rloo --policy runs/sft/model --tasks shell:train --steps 60
+    python -m recipes.rloo --policy runs/sft/model --learners.num-ranks 2 --policy.num-servers 2
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.cluster import ClusterConfig, require, start_cluster
+from actors.inference_pool import start_inference_pool
+from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
+from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
+from actors.weight_sync import SyncConfig, WeightSync
+from envs.build import EpisodeConfig
+from envs.task import Task
+from envs.tasksets import resolve_tasks
+from learners.advantages import leave_one_out
+from learners.config import LearnerConfig, LossConfig, LossKind
+from learners.plan import plan_batch
+from recipes.launch import launch
+from recipes.policies import PolicyConfig, resolve_policy
+from recipes.run import Run
+from trajectories.buffer import GroupBuffer
+from trajectories.metrics import summarize_groups
+from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Improve a policy by asynchronous RLOO."""
+
+    run: Path = Path("runs/rloo")
+    """Run directory; the trained policy goes to its model/."""
+    tasks: str = "shell:train"
+    """Task set: shell:train, humaneval, or a directory of Harbor tasks."""
+    limit: int | None = None
+    """Train on only the first so many Tasks."""
+    steps: int = 60
+    """Optimizer steps."""
+    groups_per_step: int = 32
+    group_size: int = 8
+    """Rollouts of a Group."""
+    max_staleness: int = 1
+    """How many versions behind the learner a trained token may have been sampled; 0 is strictly on-policy."""
+    refill: bool = False
+    """Replace Groups without signal (all solved, none solved, too few valid) instead of training on fewer."""
+    take_deadline_s: float = 900.0
+    """How long a step may wait for its Groups."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints; one is written at the end and on interruption too."""
+    seed: int = 0
+    """Order of the Tasks."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
+    learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-4))
+    learners: LearnerGroupConfig = field(default_factory=LearnerGroupConfig)
+    loss: LossConfig = field(default_factory=lambda: LossConfig(kind=LossKind.CLIPPED))
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    wandb: bool = False
+    """Log to Weights & Biases too."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(f"group_size must be >= 2 for a leave-one-out baseline, got {self.group_size}")
+        if self.groups_per_step < 1 or self.steps < 1:
+            raise ValueError(f"groups_per_step and steps must be >= 1, got {self.groups_per_step}, {self.steps}")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
+        sampling = self.episode.sampling
+        if sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0:
+            raise ValueError("training needs temperature > 0, top_p 1 and top_k 0: what was sampled is what is trained")
+
+
+async def main(config: Config) -> dict[str, Any]:
+    """Trains and returns the summary that it wrote."""
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb))
+        tasks = resolve_tasks(config.tasks, limit=config.limit)
+        model = resolve_policy(config.policy.model)
+        store = run.directory / "store"
+        await stack.enter_async_context(start_cluster(config.cluster))
+        learner = await stack.enter_async_context(
+            start_learner_group(config.learners, config.learner, model=model, store=store)
+        )
+        servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model))
+        version, consumed = await _restore(run, learner)
+        weights = WeightSync(source=learner, target=servers, config=config.sync)
+        await weights.publish(version)
+        episode = config.episode.with_tokenizer(model)
+        rollouts = await stack.enter_async_context(
+            start_rollout_pool(
+                config.rollouts, episode, store=store, sampler=servers.sampler(), prefix=f"lineage-{version.lineage}"
+            )
+        )
+        buffer = GroupBuffer(
+            groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            version=version,
+            refill=config.refill,
+        )
+        requests = _requests(tasks, config.seed, version.lineage, skip=consumed)
+        stream = await stack.enter_async_context(
+            rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
+        )
+        loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
+        try:
+            for step in run.steps(config.steps, start=version.n):
+                clock = _Clock()
+                groups = await stream.take(version, config.take_deadline_s)
+                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=version)
+                plan = plan_batch(
+                    groups,
+                    advantages=leave_one_out,
+                    num_ranks=config.learners.num_ranks,
+                    max_tokens=config.learner.max_tokens,
+                )
+                metrics |= await learner.forward_backward(plan, loss) | await learner.optim_step()
+                metrics |= clock.lap("train_s")
+                consumed |= {group.group_id for group in groups}
+                version = dataclasses.replace(version, n=step + 1)
+                metrics |= await weights.publish(version) | clock.lap("publish_s")
+                buffer.advance(version)
+                run.log(step + 1, metrics)
+                if (step + 1) % config.checkpoint_every == 0:
+                    await _checkpoint(run, learner, version, consumed)
+        finally:
+            await _checkpoint(run, learner, version, consumed)
+            await learner.save_pretrained(run.directory / "model")
+        summary = _summary(run, weights, learner, rollouts, servers)
+        run.summary(summary)
+        return summary
+
+
+def _requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
+    """Groups without end: passes over the shuffled Tasks, without those that a restored checkpoint consumed."""
+    for epoch in itertools.count():
+        for task in random.Random(seed + epoch).sample(list(tasks), len(tasks)):
+            consumed = {f"{task.id}@{epoch}.{earlier}" for earlier in range(lineage)}
+            if not consumed & skip:
+                yield GroupRequest(task=task, group_id=f"{task.id}@{epoch}.{lineage}")
+
+
+async def _checkpoint(run: Run, learner: LearnerGroup, version: PolicyVersion, consumed: set[str]) -> None:
+    """Writes a checkpoint and points the run at it."""
+    name = f"{version.lineage}-{version.n:06d}"
+    await learner.save(run.directory / "checkpoints" / name)
+    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(consumed)}
+    write_atomically(run.directory / "state.json", json.dumps(state))
+
+
+async def _restore(run: Run, learner: LearnerGroup) -> tuple[PolicyVersion, set[str]]:
+    """Where the run stands: (version, consumed Groups); a restore starts a new lineage."""
+    path = run.directory / "state.json"
+    if not path.is_file():
+        return PolicyVersion(lineage=0, n=0), set()
+    state = json.loads(path.read_text())
+    await learner.load(run.directory / "checkpoints" / state["checkpoint"])
+    return PolicyVersion(lineage=state["lineage"] + 1, n=state["n"]), set(state["consumed"])
+
+
+class _Clock:
+    """Seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def lap(self, name: str) -> dict[str, float]:
+        now = time.monotonic()
+        seconds, self._began = now - self._began, now
+        return {f"time/{name}": seconds}
+
+
+if __name__ == "__main__":
+    launch(Config, main)

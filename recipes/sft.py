@@ -1,0 +1,221 @@
+"""SFT: fine-tunes a policy on harvested Trajectories, with loss on the assistant's tokens only.
+
+Solved Trajectories of the given stores are rendered by the policy's own chat template. A stop rule may end training
+at a given skill: it reads the probability of held-back demonstrations, never a held-out Task.
+
+    python -m recipes.sft --data runs/harvest --policy tiny --epochs 3
+"""
+
+import itertools
+import logging
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.cluster import ClusterConfig, start_cluster
+from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
+from envs.renderer import load_renderer
+from learners.config import LearnerConfig, LossConfig, LossKind
+from learners.plan import SizedSample, plan_samples
+from recipes.launch import launch
+from recipes.policies import PolicyConfig, resolve_policy
+from recipes.run import Run
+from trajectories.store import StoreWriter, scan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """Ends SFT at a skill: judged on demonstrations that are held back from training."""
+
+    probability: float | None = None
+    """Stop once the mean probability of a whole held-back demonstration reaches this; None never stops."""
+    family_probability: float = 0.1
+    """... and no family of Tasks is below this (a family that starts near 0 is not revived by RL)."""
+    every_steps: int = 10
+    """Steps between looks."""
+    num_demonstrations: int = 128
+    """Demonstrations that are held back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Fine-tune a policy on harvested Trajectories."""
+
+    run: Path = Path("runs/sft")
+    """Run directory; the trained policy goes to its model/."""
+    data: tuple[Path, ...] = (Path("runs/harvest"),)
+    """Run directories whose stores hold the Trajectories."""
+    min_reward: float = 1.0
+    """Train on Trajectories with at least this reward."""
+    min_turns: int = 1
+    """Train on Trajectories with at least so many Turns."""
+    limit: int | None = None
+    """Train on at most so many Trajectories."""
+    epochs: float = 3.0
+    """Passes over the data, unless a limit below ends training earlier."""
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    """Training time, in seconds."""
+    batch_size: int = 32
+    """Trajectories of one optimizer step, over all ranks."""
+    stop: StopRule = field(default_factory=StopRule)
+    seed: int = 0
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-3, warmup_steps=20))
+    learners: LearnerGroupConfig = field(default_factory=LearnerGroupConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    wandb: bool = False
+    """Log to Weights & Biases too."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {self.batch_size}")
+        if self.epochs <= 0:
+            raise ValueError(f"epochs must be > 0, got {self.epochs}")
+
+
+async def main(config: Config) -> dict[str, Any]:
+    """Fine-tunes and returns the summary that it wrote."""
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb))
+        model = resolve_policy(config.policy.model)
+        samples = render_demonstrations(config, model, run.directory / "samples")
+        num_held_back = 0 if config.stop.probability is None else config.stop.num_demonstrations
+        held_back, training = samples[:num_held_back], samples[num_held_back:]
+        if not training:
+            raise ValueError(
+                f"{len(samples)} demonstrations pass the filters but {num_held_back} are held back "
+                "for the stop rule; harvest more or lower --stop.num-demonstrations"
+            )
+        await stack.enter_async_context(start_cluster(config.cluster))
+        learner = await stack.enter_async_context(
+            start_learner_group(config.learners, config.learner, model=model, store=run.directory / "samples")
+        )
+        rule = _Rule(config, learner, held_back)
+        reason = "epochs"
+        began = time.monotonic()
+        step = 0
+        try:
+            for step, batch in enumerate(_batches(config, training), start=1):
+                plan = plan_samples(
+                    batch, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+                )
+                metrics = await learner.forward_backward(plan, LossConfig(kind=LossKind.CROSS_ENTROPY))
+                metrics |= await learner.optim_step()
+                metrics["seconds"] = time.monotonic() - began
+                if step % config.stop.every_steps == 0:
+                    metrics |= await rule.look()
+                    reason = "stop rule" if rule.is_met(metrics) else reason
+                run.log(step, metrics)
+                if config.max_seconds is not None and metrics["seconds"] >= config.max_seconds:
+                    reason = "max_seconds"
+                if reason != "epochs":
+                    break
+        finally:
+            await learner.save_pretrained(run.directory / "model")
+        summary = {
+            "steps": step,
+            "seconds": time.monotonic() - began,
+            "ended_by": reason,
+            "num_demonstrations": len(training),
+            "world_size": learner.world_size,
+            "learner": "fsdp2",
+        }
+        run.summary(summary)
+        print(f"trained {step} steps in {summary['seconds']:.0f} s, ended by {reason}; model in {config.run / 'model'}")
+        return summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A rendered Trajectory in the run's sample store."""
+
+    sample: SizedSample
+    family: str
+    """Family of its Task: the part of the Task's id before the first "-"."""
+
+
+def render_demonstrations(config: Config, model: Path, directory: Path) -> list[Demonstration]:
+    """Renders the Trajectories that pass the filters into Samples under `directory`, shuffled by the seed."""
+    renderer = load_renderer(model)
+    kept = [
+        trajectory
+        for run in config.data
+        for _, group in scan(run / "store")
+        for trajectory in group.trajectories
+        if trajectory.reward is not None and trajectory.reward >= config.min_reward
+        and len(trajectory.turns) >= config.min_turns
+    ]
+    if not kept:
+        stores = ", ".join(str(run / "store") for run in config.data)
+        raise ValueError(f"no Trajectory in {stores} passes the filters; harvest first or lower --min-reward")
+    random.Random(config.seed).shuffle(kept)
+    demonstrations = []
+    with StoreWriter(directory, "sft") as writer:
+        for trajectory in kept[: config.limit]:
+            sample = renderer.render(trajectory.messages())
+            sized = SizedSample(
+                location=writer.append_sample(sample), num_tokens=len(sample.ids), num_trained=int(sample.mask.sum())
+            )
+            demonstrations.append(Demonstration(sample=sized, family=trajectory.task_id.split("-")[0]))
+    return demonstrations
+
+
+def _batches(config: Config, training: Sequence[Demonstration]) -> Iterator[list[SizedSample]]:
+    """Batches of shuffled passes over the data, until the epochs or the steps are over."""
+    shuffler = random.Random(config.seed)
+    num_steps = math.ceil(config.epochs * len(training) / config.batch_size)
+    num_steps = min(num_steps, config.max_steps or num_steps)
+    passes = (shuffler.sample(list(training), len(training)) for _ in itertools.count())
+    flow = itertools.chain.from_iterable(passes)
+    for _ in range(num_steps):
+        yield [demonstration.sample for demonstration in itertools.islice(flow, config.batch_size)]
+
+
+class _Rule:
+    """The stop rule: the probability that the policy samples a held-back demonstration, whole."""
+
+    def __init__(self, config: Config, learner: LearnerGroup, held_back: Sequence[Demonstration]) -> None:
+        self._stop = config.stop
+        self._learner = learner
+        self._held_back = held_back
+        self._plan = plan_samples(
+            [demonstration.sample for demonstration in held_back],
+            num_ranks=config.learners.num_ranks,
+            max_tokens=config.learner.max_tokens,
+        )
+
+    async def look(self) -> dict[str, float]:
+        """Mean probability of a held-back demonstration, over all and the least of any family."""
+        if self._stop.probability is None:
+            return {}
+        logprobs = await self._learner.sequence_logprobs(self._plan)
+        by_family: dict[str, list[float]] = defaultdict(list)
+        for demonstration, logprob in zip(self._held_back, logprobs, strict=True):
+            by_family[demonstration.family].append(math.exp(logprob))
+        means = {family: sum(values) / len(values) for family, values in by_family.items()}
+        everything = [value for values in by_family.values() for value in values]
+        return {
+            "heldback/probability": sum(everything) / len(everything),
+            "heldback/least_family_probability": min(means.values()),
+        }
+
+    def is_met(self, metrics: Mapping[str, float]) -> bool:
+        """Whether both thresholds are reached."""
+        return (
+            self._stop.probability is not None
+            and metrics["heldback/probability"] >= self._stop.probability
+            and metrics["heldback/least_family_probability"] >= self._stop.family_probability
+        )
+
+
+if __name__ == "__main__":
+    launch(Config, main)
