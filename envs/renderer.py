@@ -1,0 +1,269 @@
+"""Renderer: messages to token ids, so that what was sampled is exactly what the next prompt holds.
+
+Invariant: ids once sampled are never made again from text; a next prompt only appends to them. Whatever a model or a
+terminal wrote stays text: it never becomes a special token. Called by envs/conversation.py and by recipes for SFT.
+
+It reads a model directory's tokenizer.json and chat template with `tokenizers` and `jinja2`, for the AutoTokenizer of
+transformers imports torch, which no rollout worker needs. A test compares the prompts with `apply_chat_template`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, cast
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+Message = Mapping[str, str]
+"""{"role": "user" | "assistant" | "system", "content": text}."""
+
+
+_PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}words\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class TemplateRefused(ValueError):
+    """The chat template cannot be continued token by token; the message says where, and what to use instead."""
+
+
+class Renderer(Protocol):
+    """Turns what is said into prompt ids, and sampled ids into text."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply; the first one is the template's own end of an assistant message."""
+        ...
+
+    def first(self, prompt: str) -> tuple[int, ...]:
+        """The ids of the first prompt: one user message and the header of the assistant's reply."""
+        ...
+
+    def next(
+        self, context_ids: Sequence[int], sampled_ids: Sequence[int], observation: str
+    ) -> tuple[int, tuple[int, ...]]:
+        """(prefix_len, new_ids): the next prompt is `(context_ids + sampled_ids)[:prefix_len] + new_ids`.
+
+        `context_ids` is the full prompt of the last reply and `sampled_ids` that reply. A prefix_len shorter than both
+        together is a break: the template rewrote what was sampled.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The reply's text, without its stop token."""
+        ...
+
+    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """(ids, mask) of user and assistant messages in turn; the mask holds the assistants' words and end tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """The Renderer for any prefix-stable chat template; TemplateRefused at construction for the others.
+
+    Prefix-stable: what follows an assistant message depends only on the messages after it, never on those before, and
+    the message itself stands in the history exactly as it was sampled.
+    """
+
+    tokenizer: Tokenizer
+    template: str
+    """Jinja source of the chat template."""
+    special: Mapping[str, str]
+    """Names that the template may use: bos_token, eos_token, ..."""
+    eos_ids: tuple[int, ...] = ()
+    """Further ids that end a reply."""
+
+    def __post_init__(self) -> None:
+        self._refuse_unstable()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels to workers without what is compiled."""
+        return type(self), (self.tokenizer, self.template, dict(self.special), self.eos_ids)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end token of the template, then the others."""
+        return (self._end_id, *(i for i in self.eos_ids if i != self._end_id))
+
+    def first(self, prompt: str) -> tuple[int, ...]:
+        """Ids of the rendered first user message and the assistant header."""
+        return tuple(self._encode(lambda words: self._render([_user(words)]), prompt))
+
+    def next(
+        self, context_ids: Sequence[int], sampled_ids: Sequence[int], observation: str
+    ) -> tuple[int, tuple[int, ...]]:
+        """Keeps everything, and appends what closes the reply, the observation and the assistant header.
+
+        A reply that was cut lacks its end token: that token is then among the new ids, so it is not trained.
+        """
+        closing = self._encode(self._after_reply, observation)
+        if sampled_ids and sampled_ids[-1] == self._end_id:
+            closing = closing[1:]
+        return len(context_ids) + len(sampled_ids), tuple(closing)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without the stop token at their end."""
+        kept = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        return self.tokenizer.decode(list(kept), skip_special_tokens=False)
+
+    def encode_reply(self, text: str) -> tuple[int, ...]:
+        """The ids of a reply written by someone else than the policy, end token included."""
+        return (*self._plain.encode(text, add_special_tokens=False).ids, self._end_id)
+
+    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message."""
+        _check_turns(messages)
+        ids: list[int] = []
+        mask: list[bool] = []
+        reply: tuple[int, ...] = ()
+        for user, assistant in zip(messages[::2], messages[1::2], strict=False):
+            new_ids = self.next(ids, reply, user["content"])[1] if ids else self.first(user["content"])
+            reply = self.encode_reply(assistant["content"])
+            ids += [*new_ids, *reply]
+            mask += [False] * len(new_ids) + [True] * len(reply)
+        return tuple(ids), tuple(mask)
+
+    # -- rendering ----------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._compiled.render(messages=list(messages), add_generation_prompt=True, **self.special)
+
+    def _after_reply(self, observation: str) -> str:
+        """The text between an assistant message's words and the next reply."""
+        head = self._render([_user("u")]) + "a"
+        return self._render([_user("u"), _assistant("a"), _user(observation)]).removeprefix(head)
+
+    def _encode(self, render: Callable[[str], str], words: str) -> list[int]:
+        """Ids of `render(words)`: special tokens where the template wrote them, never where `words` spell one."""
+        text = render(words)
+        if not self._special_pattern.search(words):
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        before, after = render(_PLACEHOLDER).split(_PLACEHOLDER)
+        ids: list[int] = []
+        done = 0
+        for match in self._special_pattern.finditer(text, len(before), len(text) - len(after)):
+            ids += self.tokenizer.encode(text[done : match.start()], add_special_tokens=False).ids
+            ids += self._plain.encode(match.group(), add_special_tokens=False).ids
+            done = match.end()
+        return ids + self.tokenizer.encode(text[done:], add_special_tokens=False).ids
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return _compile(self.template)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same tokenizer, for which special tokens are ordinary text."""
+        plain = Tokenizer.from_str(self.tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        tokens = self.tokenizer.get_added_tokens_decoder().values()
+        spellings = sorted((t.content for t in tokens if t.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+
+    @cached_property
+    def _end_id(self) -> int:
+        ids = self._encode(self._after_reply, "u")
+        if not ids or ids[0] not in self.tokenizer.get_added_tokens_decoder():
+            raise TemplateRefused("the chat template ends an assistant message without a token of its own")
+        return ids[0]
+
+    # -- prefix stability ---------------------------------------------------------------------------------------------
+
+    def _refuse_unstable(self) -> None:
+        """Plays three replies, one with thinking, and compares each prompt with what appending gives."""
+        replies = ("a", "<think>\nw\n</think>\n\nb", "c")
+        try:
+            text = self._render([_user("u0")])
+            messages = [_user("u0")]
+            for k, reply in enumerate(replies, start=1):
+                messages += [_assistant(reply), _user(f"u{k}")]
+                text += reply + self._after_reply(f"u{k}")
+                if self._render(messages) != text:
+                    raise TemplateRefused(_unstable(reply))
+        except TemplateError as error:
+            raise TemplateRefused(f"the chat template failed on plain user and assistant turns: {error}") from error
+        _ = self._end_id
+
+
+def load_renderer(directory: str | Path, *, template: str | None = None) -> ChatRenderer:
+    """The ChatRenderer of a model directory (tokenizer.json, tokenizer_config.json, chat_template.jinja).
+
+    `template` replaces the directory's chat template. ValueError when a file is missing, TemplateRefused when the
+    template cannot be continued.
+    """
+    path = Path(directory)
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(f"{path}: no tokenizer.json; give a model directory saved with save_pretrained")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    config = cast(dict[str, Any], _read_json(path / "tokenizer_config.json"))
+    source = template or _template_of(path, config)
+    special = {name: _spelling(config[name]) for name in ("bos_token", "eos_token", "pad_token") if config.get(name)}
+    eos_id = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return ChatRenderer(
+        tokenizer=tokenizer, template=source, special=special, eos_ids=() if eos_id is None else (eos_id,)
+    )
+
+
+def _template_of(path: Path, config: Mapping[str, Any]) -> str:
+    jinja = path / "chat_template.jinja"
+    source = jinja.read_text() if jinja.is_file() else config.get("chat_template")
+    if not isinstance(source, str):
+        raise ValueError(f"{path}: no chat template; add chat_template.jinja or choose an instruction-tuned model")
+    return source
+
+
+def _read_json(path: Path) -> object:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _spelling(token: object) -> str:
+    """A special token's text; older tokenizer configs hold {"content": text, ...}."""
+    return str(cast(dict[str, Any], token)["content"]) if isinstance(token, dict) else str(token)
+
+
+def _compile(source: str) -> Any:
+    """The template as transformers compiles it: trimmed blocks, loop controls, `raise_exception`, plain `tojson`."""
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    return environment.from_string(source)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_template_error(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _check_turns(messages: Sequence[Message]) -> None:
+    roles = [message["role"] for message in messages]
+    if not roles or roles != (["user", "assistant"] * len(roles))[: len(roles)]:
+        raise ValueError(f"messages must be user and assistant in turn, beginning with user, got roles {roles}")
+
+
+def _unstable(reply: str) -> str:
+    what = "thinking" if "<think>" in reply else "an assistant message"
+    return (
+        f"the chat template rewrites {what} once it is history, so prompts cannot append to sampled tokens; "
+        "give a template that keeps every assistant message as it was sampled"
+    )
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
