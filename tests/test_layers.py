@@ -74,10 +74,17 @@ def test_learners_load_no_ray_or_vllm() -> None:
     assert loaded_of(("ray", "vllm"), modules_below("learners")) == {}
 
 
-def test_recipes_load_no_ray_torch_vllm_or_transformers() -> None:
+def test_recipes_load_no_torch_vllm_or_transformers() -> None:
     recipes = recipe_modules()
     assert recipes
-    assert loaded_of(HEAVY, recipes) == {}
+    assert loaded_of(("vllm", "torch", "transformers"), recipes) == {}
+
+
+def test_importing_the_recipes_starts_no_ray() -> None:
+    done = run_python(
+        "-c", "; ".join(f"import {module}" for module in recipe_modules()) + "; import ray; print(ray.is_initialized())"
+    )
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 @pytest.mark.parametrize("recipe", recipe_modules())
