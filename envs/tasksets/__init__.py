@@ -6,6 +6,7 @@ generator decide, so a cached set is never stale. Called by recipes.
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,24 +21,47 @@ NAMED_SETS = "shell:train, shell:heldout, either with :easy, :hard or :FAMILY,FA
 DEFAULT_COUNTS = {"train": 3000, "heldout": 600}
 """How many tasks a shell split has unless asked otherwise."""
 
+_SLICE = re.compile(r"\[(\d*):(\d*)\]$")
+
 
 def resolve_tasks(
-    spec: str, *, cache_dir: Path, limit: int | None = None, count: int | None = None, seed: int = 0
+    spec: str, *, cache_dir: Path | None = None, limit: int | None = None, count: int | None = None, seed: int = 0
 ) -> list[Task]:
     """The Tasks of `shell:SPLIT`, `shell:SPLIT:FAMILIES`, `humaneval`, or of a directory of Harbor tasks.
 
-    `count` and `seed` are those of the shell set; `limit` keeps the first so many of any set. Raises TaskError.
+    A slice may follow: "shell:train[100:300]" is the tasks 100 to 299 of the set, and `limit` keeps the first so many.
+    `count` and `seed` are those of the shell set. Raises TaskError, also when no task is left.
     """
+    if limit is not None and limit < 1:
+        raise TaskError(f"tasks {spec!r}: limit must be >= 1, got {limit}")
+    found = _SLICE.search(spec)
+    base = spec[: found.start()] if found else spec
+    start, stop = (int(found[1] or 0), int(found[2]) if found[2] else None) if found else (0, None)
+    if limit is not None:
+        stop = start + limit if stop is None else min(stop, start + limit)
+    if stop is not None and stop <= start:
+        raise TaskError(f"tasks {spec!r}: the slice is empty; its end must be above its start")
+    tasks = load_tasks(_locate(base, cache_dir or default_cache_dir(), count, seed), limit=stop)[start:]
+    if not tasks:
+        raise TaskError(f"tasks {spec!r}: {base} ends before task {start}; start the slice lower")
+    return tasks
+
+
+def default_cache_dir() -> Path:
+    """Where generated sets are kept between runs: under $THRESHER_CACHE, or under .cache in the working directory."""
+    return Path(os.environ.get("THRESHER_CACHE", ".cache")).absolute() / "tasks"
+
+
+def _locate(spec: str, cache_dir: Path, count: int | None, seed: int) -> Path:
+    """The directory of a set, generated where it has to be."""
     name, *rest = spec.split(":")
     if name == "shell":
-        directory = _shell_set(spec, rest, cache_dir, count, seed)
-    elif spec == "humaneval":
-        directory = _cached(cache_dir, "humaneval", _version(humaneval), humaneval.write_task_set)
-    elif Path(spec).exists():
-        directory = Path(spec)
-    else:
-        raise TaskError(f"tasks {spec!r}: neither a directory nor a task set; the sets are {NAMED_SETS}")
-    return load_tasks(directory, limit=limit)
+        return _shell_set(spec, rest, cache_dir, count, seed)
+    if spec == "humaneval":
+        return _cached(cache_dir, "humaneval", _version(humaneval), humaneval.write_task_set)
+    if Path(spec).exists():
+        return Path(spec)
+    raise TaskError(f"tasks {spec!r}: neither a directory nor a task set; the sets are {NAMED_SETS}")
 
 
 def _shell_set(spec: str, rest: list[str], cache_dir: Path, count: int | None, seed: int) -> Path:

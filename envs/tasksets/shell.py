@@ -2,7 +2,7 @@
 
 Invariant: a task's split is a hash of the set of names in its instruction, so no instruction, and no combination of
 names, is in both splits, whatever the seed, the count or the families.
-Called by envs/tasksets, and by policy builders that need a text corpus of the set (`make_tasks`).
+Called by envs/tasksets, and by policy builders that need a text corpus of the set (`corpus`).
 """
 
 import hashlib
@@ -56,6 +56,12 @@ def write_task_set(
     for task in tasks:
         _write_task(directory / task.id, task)
     return [task.id for task in tasks]
+
+
+def corpus(*, count: int = 2000, seed: int = 0) -> list[str]:
+    """Texts of train tasks of every family, for a tokenizer: instruction, commands and outputs, one a string."""
+    tasks = make_tasks(split="train", count=count, seed=seed, families=tuple(FAMILIES))
+    return [text for task in tasks for text in (task.instruction, *task.commands, *filter(None, task.outputs))]
 
 
 def split_of(names: Sequence[str]) -> str:
