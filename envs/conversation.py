@@ -1,0 +1,151 @@
+"""Conversations: what a harness talks to, and where every Turn is recorded.
+
+Invariant: a Turn's tokens are the Completion's own, so every prompt is the last context plus new ids; `turns` is whole
+at any moment, the last Turn included. Made by recipes for run_episode; `ask` is called by harnesses.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from envs.errors import ContextLimit, TurnLimit
+from envs.renderer import Renderer
+from envs.sampler import Completion, Sampler, SamplingParams
+from trajectories.schema import Turn, TurnTokens
+
+
+class SampledConversation:
+    """A Conversation whose replies a Sampler samples, token by token exact."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        sampler: Sampler,
+        params: SamplingParams,
+        *,
+        max_turns: int,
+        context_tokens: int,
+        key: str,
+    ) -> None:
+        """At most `max_turns` replies and `context_tokens` ids, prompt and reply together; `key` is for routing."""
+        if max_turns < 1 or context_tokens < 2:
+            raise ValueError(f"need max_turns >= 1 and context_tokens >= 2, got {max_turns} and {context_tokens}")
+        self._renderer = renderer
+        self._sampler = sampler
+        self._params = params
+        self._max_turns = max_turns
+        self._context_tokens = context_tokens
+        self._key = key
+        self._log = _Log()
+        self._prompt_ids: tuple[int, ...] = ()
+        self._sampled_ids: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The first user message; "" before the first `ask`."""
+        return self._log.prompt
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """All Turns; the last one's observation is "" until the next reply came."""
+        return self._log.turns
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the last reply was cut at its token limit."""
+        return self._log.was_cut
+
+    async def ask(self, message: str) -> str:
+        """The sampled reply. Raises TurnLimit or ContextLimit before asking, SamplerError when no reply came."""
+        if len(self._log.turns) >= self._max_turns:
+            raise TurnLimit(f"{self._max_turns} turns are played")
+        prefix_len, new_ids = self._render(message)
+        prompt_ids = (*self._prompt_ids, *self._sampled_ids)[:prefix_len] + new_ids
+        free = self._context_tokens - len(prompt_ids)
+        if free < 1:
+            raise ContextLimit(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self._context_tokens}")
+        params = replace(self._params, max_tokens=min(self._params.max_tokens, free))
+        asked = time.monotonic()
+        completion = await self._sampler.sample(prompt_ids, params, stop_ids=self._renderer.stop_ids, key=self._key)
+        self._prompt_ids, self._sampled_ids = prompt_ids, completion.ids
+        reply = self._renderer.decode(completion.ids)
+        self._log.record(message, asked, reply, completion.finish_reason, _tokens(prefix_len, new_ids, completion))
+        return reply
+
+    def _render(self, message: str) -> tuple[int, tuple[int, ...]]:
+        if not self._log.turns:
+            return 0, self._renderer.first(message)
+        return self._renderer.next(self._prompt_ids, self._sampled_ids, message)
+
+
+class ScriptedConversation:
+    """A Conversation whose replies were written before; its Turns hold no tokens."""
+
+    def __init__(self, replies: Sequence[str]) -> None:
+        """TurnLimit when asked for more than these."""
+        self._replies = tuple(replies)
+        self._log = _Log()
+
+    @property
+    def prompt(self) -> str:
+        """The first user message; "" before the first `ask`."""
+        return self._log.prompt
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """All Turns; the last one's observation is "" until the next reply came."""
+        return self._log.turns
+
+    @property
+    def was_cut(self) -> bool:
+        """Never: a written reply is whole."""
+        return False
+
+    async def ask(self, message: str) -> str:
+        """The next written reply, whatever the message."""
+        num_told = len(self._log.turns)
+        if num_told == len(self._replies):
+            raise TurnLimit(f"all {num_told} written replies are told")
+        reply = self._replies[num_told]
+        self._log.record(message, time.monotonic(), reply, "stop", None)
+        return reply
+
+
+class _Log:
+    """Turns as they happen."""
+
+    def __init__(self) -> None:
+        self.prompt = ""
+        self.turns: list[Turn] = []
+        self._replied = 0.0
+
+    @property
+    def was_cut(self) -> bool:
+        return bool(self.turns) and self.turns[-1].finish_reason == "length"
+
+    def record(self, message: str, asked: float, reply: str, finish_reason: str, tokens: TurnTokens | None) -> None:
+        """Completes the last Turn with its observation and adds the new one; `asked` is a time.monotonic()."""
+        if self.turns:
+            self.turns[-1] = replace(self.turns[-1], observation=message, execute_s=asked - self._replied)
+        else:
+            self.prompt = message
+        self._replied = time.monotonic()
+        self.turns.append(
+            Turn(
+                reply=reply,
+                observation="",
+                finish_reason=finish_reason,
+                tokens=tokens,
+                sample_s=self._replied - asked,
+            )
+        )
+
+
+def _tokens(prefix_len: int, new_ids: tuple[int, ...], completion: Completion) -> TurnTokens:
+    return TurnTokens(
+        prefix_len=prefix_len,
+        new_ids=new_ids,
+        sampled_ids=completion.ids,
+        logprobs=completion.logprobs,
+        spans=completion.spans,
+    )
