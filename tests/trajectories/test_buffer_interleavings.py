@@ -1,0 +1,213 @@
+"""Random interleavings of a learner, rollouts and weight syncs against one Group buffer.
+
+A model keeps the books beside it. Shown: the bound holds for every consumed token, each permit is accounted for, no
+Group is lost, and with WAIT nothing is ever given back as stale and every step ends (no deadlock).
+"""
+
+import asyncio
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.trajectories.records import LOCATION, scored_group, version
+from trajectories.buffer import GroupBuffer, StalenessPolicy
+from trajectories.handle import GroupHandle, summarize
+from trajectories.schema import PolicyVersion
+
+REWARDS = st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=3)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """`served` is what the servers serve; the learner may be one version ahead of it."""
+
+    policy = StalenessPolicy.WAIT
+
+    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3), refill=st.booleans())
+    def begin(self, groups_per_step: int, max_staleness: int, refill: bool) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.groups_per_step, self.max_staleness, self.refill = groups_per_step, max_staleness, refill
+        self.buffer = GroupBuffer(
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            version=version(0),
+            policy=self.policy,
+            refill=refill,
+        )
+        self.learner = self.served = 0
+        self.num_made = 0
+        self.admitted: list[str] = []
+        self.running: dict[str, int] = {}
+        self.finished: dict[str, GroupHandle] = {}
+        self.consumed: list[str] = []
+        self.given_back: list[str] = []
+        self.taking: asyncio.Task[list[GroupHandle]] | None = None
+
+    @rule()
+    def admit(self) -> None:
+        group_id = f"g{self.num_made}"
+        task = self.loop.create_task(self.buffer.admit(group_id))
+        self._settle()
+        if self.permits() > 0:
+            assert task.done()
+            task.result()
+            self.num_made += 1
+            self.admitted.append(group_id)
+        else:
+            assert not task.done(), "admitted beyond the permits"
+            task.cancel()
+            self._settle()
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(self.admitted))
+        self.admitted.remove(group_id)
+        self.running[group_id] = self.served
+        self.buffer.start(group_id, version(self.served))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), rewards=REWARDS)
+    def put(self, data: st.DataObject, rewards: list[float | None]) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.running)))
+        sampled_at = data.draw(st.integers(self.running.pop(group_id), self.served))
+        self._put(group_id, sampled_at, rewards)
+
+    @precondition(lambda self: self.admitted or self.running)
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from([*self.admitted, *self.running]))
+        if group_id in self.running:
+            del self.running[group_id]
+        else:
+            self.admitted.remove(group_id)
+        self.buffer.give_back(group_id, "worker_died")
+        self.given_back.append(group_id)
+        self._settle()
+
+    @precondition(lambda self: self.taking is None)
+    @rule()
+    def take(self) -> None:
+        self.taking = self.loop.create_task(self.buffer.take(version(self.learner), 1e6))
+        self._settle()
+
+    @precondition(lambda self: self.served < self.learner)
+    @rule()
+    def publish(self) -> None:
+        self.served = self.learner
+        self.buffer.advance(version(self.served))
+        self._settle()
+
+    @invariant()
+    def books_agree(self) -> None:
+        assert self.buffer.num_permits == self.permits()
+        assert self.buffer.num_consumed == len(self.consumed) == self.learner * self.groups_per_step
+        alive = [*self.admitted, *self.running, *self.finished]
+        accounted = alive + self.consumed + self.given_back
+        assert sorted(accounted) == sorted(f"g{index}" for index in range(self.num_made)), "a Group was lost"
+        reasons = self.buffer.metrics()
+        assert sum(v for k, v in reasons.items() if k.startswith("buffer/given_back/")) == len(self.given_back)
+        if self.policy is StalenessPolicy.WAIT:
+            assert "buffer/given_back/stale" not in reasons
+        if self.refill:
+            assert all(len({m.reward for m in h.members if m.reward is not None}) == 2 for h in self.finished.values())
+
+    def permits(self) -> int:
+        alive = len(self.admitted) + len(self.running) + len(self.finished)
+        return (self.max_staleness + self.served + 1) * self.groups_per_step - len(self.consumed) - alive
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self._drive_two_more_steps()
+        finally:
+            if self.taking:
+                self.taking.cancel()
+                self._settle()
+            self.loop.close()
+
+    def _drive_two_more_steps(self) -> None:
+        """From wherever the interleaving ended, rollouts that finish and workers that go on end every step."""
+        goal = self.learner + 2
+        for _ in range(200):
+            if self.learner >= goal:
+                return
+            if self.taking is None:
+                self.take()
+            if self.served < self.learner:
+                self.publish()
+            if self.permits() > 0:
+                self.admit()
+            for group_id in list(self.admitted):
+                self.admitted.remove(group_id)
+                self.running[group_id] = self.served
+                self.buffer.start(group_id, version(self.served))
+            for group_id in list(self.running):
+                self._put(group_id, self.running.pop(group_id), [1.0, 0.0])
+            self.books_agree()
+        pytest.fail("deadlock: the steps did not end")
+
+    def _put(self, group_id: str, sampled_at: int, rewards: list[float | None]) -> None:
+        handle = summarize(scored_group(rewards, group_id=group_id, n=sampled_at), LOCATION)
+        if self.buffer.put(handle):
+            self.finished[group_id] = handle
+        else:
+            assert self.refill
+            self.given_back.append(group_id)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets every waiter see the last change; books a finished take."""
+
+        async def turns() -> None:
+            for _ in range(6):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turns())
+        if self.policy is StalenessPolicy.DROP:
+            self._book_stale()
+        if self.taking and self.taking.done():
+            self._book_step(self.taking.result())
+            self.taking = None
+
+    def _book_stale(self) -> None:
+        known = {group_id for group_id, _ in self.buffer._finished()}  # pyright: ignore[reportPrivateUsage]
+        taken = {h.group_id for h in self.taking.result()} if self.taking and self.taking.done() else set()
+        for group_id in set(self.finished) - known - taken:
+            oldest = min(m.min_version.n for m in self.finished.pop(group_id).members if m.min_version)
+            assert oldest < self.learner - self.max_staleness, "dropped although it was fresh"
+            self.given_back.append(group_id)
+
+    def _book_step(self, handles: list[GroupHandle]) -> None:
+        assert len(handles) == self.groups_per_step
+        bound = PolicyVersion(lineage=0, n=max(0, self.learner - self.max_staleness))
+        for handle in handles:
+            trained = [m for m in handle.members if m.reward is not None]
+            assert all(m.min_version is not None and m.min_version >= bound for m in trained), "beyond the bound"
+            if self.max_staleness == 0:
+                assert all(m.min_version == m.max_version == version(self.learner) for m in trained)
+            assert self.finished.pop(handle.group_id) == handle
+            self.consumed.append(handle.group_id)
+        if self.policy is StalenessPolicy.WAIT:
+            assert not [g for g, start in self.running.items() if start < self.learner + 1 - self.max_staleness]
+        self.learner += 1
+
+
+class DroppingInterleavings(Interleavings):
+    """The same with DROP: Groups may be given back as stale, and only when they are."""
+
+    policy = StalenessPolicy.DROP
+
+
+@pytest.mark.parametrize("machine", [Interleavings, DroppingInterleavings])
+def test_random_interleavings_keep_the_bound_the_books_and_every_group(machine: type[RuleBasedStateMachine]):
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
