@@ -8,7 +8,6 @@ import pytest
 from tests.trajectories.records import LOCATION, scored_group, version
 from trajectories.buffer import EndOfTasks, GroupBuffer, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle, summarize
-from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Treatment
 
 
 def handle(
@@ -111,8 +110,7 @@ async def test_drop_does_not_wait_and_counts_what_it_gives_back_by_length():
 
 
 async def test_tokens_of_excluded_members_do_not_age_a_group():
-    treatments = DEFAULT_TREATMENTS | {Outcome.SANDBOX_ERROR: Treatment.EXCLUDE}
-    buffer = GroupBuffer(groups_per_step=1, max_staleness=0, version=version(3), treatments=treatments)
+    buffer = GroupBuffer(groups_per_step=1, max_staleness=0, version=version(3))
     await admit_and_start(buffer, "a")
     fresh = handle("a", n=3, rewards=(1.0, 0.0, None))
     old = replace(fresh.members[2], min_version=version(0), max_version=version(0))

@@ -66,6 +66,13 @@ class Interleavings(RuleBasedStateMachine):
             task.cancel()
             self._settle()
 
+    @rule(count=st.integers(2, 6))
+    def launch(self, count: int) -> None:
+        for _ in range(min(count, self.permits())):
+            self.admit()
+            self.buffer.start(self.admitted[-1], version(self.served))
+            self.running[self.admitted.pop()] = self.served
+
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -80,6 +87,13 @@ class Interleavings(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.running)))
         sampled_at = data.draw(st.integers(self.running.pop(group_id), self.served))
         self._put(group_id, sampled_at, rewards)
+
+    @precondition(lambda self: len(self.running) > 1)
+    @rule(count=st.integers(1, 6))
+    def overtake(self, count: int) -> None:
+        """The newest Groups finish, the oldest goes on."""
+        for group_id in list(self.running)[1:][-count:]:
+            self._put(group_id, self.running.pop(group_id), [1.0, 0.0])
 
     @precondition(lambda self: self.admitted or self.running)
     @rule(data=st.data())
