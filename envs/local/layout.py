@@ -1,0 +1,153 @@
+"""What a box looks like from inside: its mounts, its first files, its variables.
+
+Invariant: of a Task only environment/ goes in; tests/ and solution/ are never read here. All that is writable lies in one
+tmpfs of limited size. Called by envs/local/provider.py.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from envs.errors import SandboxRefused
+from envs.local.dockerfile import Copy, Dockerfile, parse_dockerfile
+from envs.local.staging import Staged
+from envs.local.wire import Kind, encode_put
+from envs.task import Task
+
+DEFAULT_WORKDIR = "/app"
+MAX_PUT_BYTES = 1 << 20
+"""Longest piece of a file in one message."""
+_SHM_BYTES = 64 << 20
+_BOX_DIR = "/.thresher"
+
+_VARIABLES = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "xterm-256color",
+}
+_DIRS = {
+    "/tmp": 0o1777, "/var/tmp": 0o1777, "/var/log": 0o755, "/var/lib": 0o755, "/var/cache": 0o755, "/run": 0o755,
+    "/root": 0o700, "/home": 0o755, "/opt": 0o755, "/srv": 0o755, "/mnt": 0o755, "/logs": 0o777,
+    "/logs/agent": 0o777, "/logs/verifier": 0o777, "/logs/artifacts": 0o777,
+}  # fmt: skip
+# Bash has set its own default by the time it reads these; a PS1 of the environment differs from it and is kept.
+_PROMPT = """[ "$PS1" = '\\s-\\v\\$ ' ] && PS1='$ '\n"""
+_FILES = {
+    "/etc/passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+    "/etc/group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\n",
+    "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "/etc/hostname": "sandbox\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "/etc/resolv.conf": "",
+    "/etc/profile": _PROMPT,
+    "/etc/bash.bashrc": _PROMPT,
+    "/etc/shells": "/bin/sh\n/bin/bash\n",
+}
+_HOST_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_HOST_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
+"""Parts of /etc that programs of /usr are found and loaded by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One Task's box, made once and used for each of its Sandboxes."""
+
+    workdir: str
+    env: dict[str, str]
+    files: tuple[bytes, ...] = field(repr=False)
+    """Bodies of the PUT messages that fill the box, each at most a little over MAX_PUT_BYTES."""
+
+
+def plan_layout(task: Task) -> Layout:
+    """What the Task's box holds. Raises SandboxRefused for a Dockerfile that needs a build."""
+    path = task.path / "environment" / "Dockerfile"
+    plan = Dockerfile(workdir=DEFAULT_WORKDIR, env={}, copies=(), dirs=())
+    if path.is_file():
+        plan = parse_dockerfile(path, workdir=DEFAULT_WORKDIR)
+    workdir = task.environment.workdir or plan.workdir
+    if not workdir.startswith("/"):
+        raise SandboxRefused(f"task {task.id}: workdir {workdir!r} must be an absolute path")
+    return Layout(
+        workdir=workdir,
+        env=_VARIABLES | plan.env | dict(task.environment.env),
+        files=tuple(gather(_first_entries(plan, workdir))),
+    )
+
+
+def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> list[str]:
+    """Everything after "bwrap": namespaces, mounts, filter (descriptor 4) and the agent as the first process."""
+    args = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup".split()
+    args += "--die-with-parent --as-pid-1 --cap-drop ALL --uid 0 --gid 0 --hostname sandbox --seccomp 4".split()
+    args += ["--size", str(disk_bytes), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
+    for link in _HOST_LINKS:
+        if os.path.islink(link):
+            args += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            args += ["--ro-bind", link, link]
+    for path in _HOST_ETC:
+        if os.path.exists(path):
+            args += ["--ro-bind", path, path]
+    args += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    args += ["--ro-bind", str(staged.agent.parent), _BOX_DIR, "--chdir", "/", "--", f"{_BOX_DIR}/{staged.agent.name}"]
+    return args
+
+
+def dir_entries(source: Path, target: str) -> Iterator[bytes]:
+    """PUT entries that copy a host directory's content into `target`, modes kept. Raises SandboxRefused for a link."""
+    yield encode_put(Kind.DIR, target, mode=stat.S_IMODE(source.stat().st_mode) | 0o700)
+    for entry in sorted(os.scandir(source), key=lambda e: e.name):
+        inside = str(PurePosixPath(target) / entry.name)
+        if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
+            raise SandboxRefused(f"{entry.path} is a link or no plain file; give plain files and directories")
+        if entry.is_dir():
+            yield from dir_entries(Path(entry.path), inside)
+        else:
+            yield from file_entries(inside, Path(entry.path).read_bytes(), stat.S_IMODE(entry.stat().st_mode))
+
+
+def file_entries(path: str, data: bytes, mode: int) -> Iterator[bytes]:
+    """PUT entries that write one file, in pieces."""
+    yield encode_put(Kind.FILE, path, data[:MAX_PUT_BYTES], mode=mode)
+    for at in range(MAX_PUT_BYTES, len(data), MAX_PUT_BYTES):
+        yield encode_put(Kind.APPEND, path, data[at : at + MAX_PUT_BYTES], mode=mode)
+
+
+def gather(entries: Iterator[bytes]) -> Iterator[bytes]:
+    """Joins entries to messages of about MAX_PUT_BYTES."""
+    held: list[bytes] = []
+    size = 0
+    for entry in entries:
+        if held and size + len(entry) > MAX_PUT_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+        held.append(entry)
+        size += len(entry)
+    if held:
+        yield b"".join(held)
+
+
+def _first_entries(plan: Dockerfile, workdir: str) -> Iterator[bytes]:
+    for path, mode in _DIRS.items():
+        yield encode_put(Kind.DIR, path, mode=mode)
+    for path, text in _FILES.items():
+        yield encode_put(Kind.FILE, path, text.encode(), mode=0o644)
+    for path in (*plan.dirs, workdir):
+        yield encode_put(Kind.DIR, path)
+    for copy in plan.copies:
+        yield from _copy_entries(copy)
+
+
+def _copy_entries(copy: Copy) -> Iterator[bytes]:
+    """As Docker's COPY: a directory's content, a file by its name into a directory, or to the name given."""
+    for source in copy.sources:
+        if source.is_dir():
+            yield from dir_entries(source, copy.target)
+        else:
+            target = str(PurePosixPath(copy.target) / source.name) if copy.target_is_dir else copy.target
+            yield from file_entries(target, source.read_bytes(), stat.S_IMODE(source.stat().st_mode))

@@ -1,0 +1,226 @@
+"""Slots: parked launchers, each unprivileged and inside its own control groups, that start one box at a time.
+
+Invariant: a slot runs at most one box, and returns to the pool only when that box's last process has been reaped.
+The host process is never forked: a launcher is spawned with vfork, once a slot, and starts every later box itself.
+Use one pool from one event loop, on a thread that lives as long as the pool: a launcher dies with its thread.
+Called by envs/local/provider.py and envs/local/sandbox.py.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envs.errors import SandboxError, SandboxRefused
+from envs.local.cgroups import BoxLimits, Cgroups, SlotCgroup, cgroup_name
+from envs.local.staging import Staged
+
+_HOST_FD = 3
+_UID_BASE = 1 << 30
+_BOXES_A_PROCESS = 1 << 8
+_OOM_SCORE_ADJ = 300
+"""The kernel rather kills a box than its driver."""
+_numbers = itertools.count(1)
+_STAT = struct.Struct("=i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotConfig:
+    """What is the same for every slot of a pool."""
+
+    staged: Staged
+    cgroups: Cgroups | None
+    """None: soft limits, which the caller opted in to."""
+    max_open_files: int
+    soft_max_processes: int
+    """RLIMIT_NPROC under soft limits; counts every process of the user that boxes run as."""
+    deadline_s: float
+    """For parking a launcher, and for a box to vanish."""
+
+
+class Slot:
+    """A parked launcher. `start` a box, then await `ended`."""
+
+    def __init__(self, config: SlotConfig, number: int, group: SlotCgroup | None) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._parked: asyncio.Future[str] = self._loop.create_future()
+        self._limits: BoxLimits | None = None
+        self._oom_before = (0, 0)
+        self.group = group
+        self.is_broken = False
+        self.ended: asyncio.Future[int | None] | None = None
+        """Resolves to the box's wait status; None when the launcher itself went."""
+        self._socket.setblocking(False)
+        with theirs:
+            try:
+                self.pid = _spawn(config, theirs.fileno(), number, group)
+            except SandboxError:
+                self._socket.close()
+                raise
+        self._loop.add_reader(self._socket.fileno(), self._on_packet)
+
+    async def parked(self) -> None:
+        """Waits until boxes can be started. Raises SandboxRefused with the step that failed."""
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                problem = await asyncio.shield(self._parked)
+        except TimeoutError:
+            problem = f"no answer in {self._config.deadline_s} s"
+        if problem:
+            self.is_broken = True
+            raise SandboxRefused(f"park a launcher: {problem}; run as root, or with user namespaces and allow_soft_limits")
+
+    def start(self, args: Sequence[str], limits: BoxLimits, fds: tuple[int, int]) -> None:
+        """Starts a box with these bwrap arguments; `fds`: its control socket and its stderr. Raises SandboxError."""
+        assert self.ended is None, "one box at a time"
+        if self.group is not None and limits != self._limits:
+            self.group.set_limits(limits)
+            self._limits = limits
+        if self.group is not None:
+            self._oom_before = self.group.oom_kills()
+        address_space = 0 if self.group is not None else limits.memory_bytes
+        packet = "\0".join([str(address_space), *args, ""]).encode()
+        self.ended = self._loop.create_future()
+        try:
+            socket.send_fds(self._socket, [packet], list(fds))
+        except OSError as error:
+            self.is_broken, self.ended = True, None
+            raise SandboxError(f"reach the launcher: {error}") from error
+
+    def hit_memory_limit(self) -> bool | None:
+        """Whether the current box was killed for its own memory limit; None when nothing can tell."""
+        if self.group is None:
+            return None
+        hits, kills = self.group.oom_kills()
+        return hits > self._oom_before[0] and kills > self._oom_before[1]
+
+    async def wait_ended(self) -> int | None:
+        """The box's wait status, once it is reaped; kills it, and this slot, when that takes too long."""
+        assert self.ended is not None
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                status = await asyncio.shield(self.ended)
+        except TimeoutError:
+            status = None
+        if status is None:
+            self.is_broken = True
+        self.ended = None
+        return status
+
+    async def close(self) -> None:
+        """Ends the launcher and whatever runs in its groups; leaves no process, directory or descriptor."""
+        self._close_socket()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        pause_s = 0.0005
+        while not _is_reaped(self.pid):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        if self.group is not None:
+            await self.group.remove()
+
+    def _close_socket(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _on_packet(self) -> None:
+        try:
+            packet = self._socket.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if packet[:1] == b"X" and self.ended is not None and not self.ended.done():
+            self.ended.set_result(_STAT.unpack(packet[1:])[0])
+        elif packet[:1] == b"R" and not self._parked.done():
+            self._parked.set_result("")
+        elif packet[:1] in (b"E", b""):
+            self._fail(packet[1:].decode(errors="replace") or "the launcher ended")
+
+    def _fail(self, problem: str) -> None:
+        self.is_broken = True
+        if not self._parked.done():
+            self._parked.set_result(problem)
+        if self.ended is not None and not self.ended.done():
+            self.ended.set_result(None)
+        self._close_socket()
+
+
+class SlotPool:
+    """Slots that wait, and those in use."""
+
+    def __init__(self, config: SlotConfig, *, max_parked: int) -> None:
+        self._config = config
+        self._max_parked = max_parked
+        self._waiting: list[Slot] = []
+
+    async def take(self) -> Slot:
+        """A slot whose launcher is parked, a waiting one if there is. Raises SandboxError or SandboxRefused."""
+        while self._waiting:
+            slot = self._waiting.pop()
+            if not slot.is_broken:
+                return slot
+            await slot.close()
+        number = next(_numbers)
+        group = self._config.cgroups.create(cgroup_name(number)) if self._config.cgroups else None
+        try:
+            slot = Slot(self._config, number, group)
+        except SandboxError:
+            if group is not None:
+                group.remove_now()
+            raise
+        try:
+            await slot.parked()
+        except BaseException:
+            await asyncio.shield(slot.close())
+            raise
+        return slot
+
+    async def give_back(self, slot: Slot) -> None:
+        """Keeps the slot for the next box, or closes it when it is broken or one too many."""
+        if slot.is_broken or slot.ended is not None or len(self._waiting) >= self._max_parked:
+            await slot.close()
+        else:
+            self._waiting.append(slot)
+
+    async def close(self) -> None:
+        """Closes every waiting slot."""
+        while self._waiting:
+            await self._waiting.pop().close()
+
+
+def _spawn(config: SlotConfig, fd: int, number: int, group: SlotCgroup | None) -> int:
+    """posix_spawn: vfork, so the size of this process does not matter; only the named descriptors survive."""
+    uid = _UID_BASE + (os.getpid() << 8) + number % _BOXES_A_PROCESS if os.geteuid() == 0 else -1
+    max_processes = 0 if group is not None else config.soft_max_processes
+    files: list[Path] = [config.staged.bwrap, config.staged.seccomp, *(group.procs_files if group else [])]
+    numbers = [uid, _OOM_SCORE_ADJ, config.max_open_files, max_processes]
+    launcher = str(config.staged.launcher)
+    null = [(os.POSIX_SPAWN_OPEN, target, "/dev/null", os.O_RDWR, 0) for target in range(3)]
+    try:
+        return os.posix_spawn(
+            launcher,
+            [launcher, *map(str, numbers), *map(str, files)],
+            {},
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, _HOST_FD), *null],
+            setsigmask=(),
+            setsigdef=(signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM),
+        )
+    except OSError as error:
+        raise SandboxError(f"spawn the launcher: {error}") from error
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True  # someone else in this process waited for every child

@@ -1,0 +1,140 @@
+"""Frames between the host and the agent inside a box (envs/local/agent.c), and the connection that carries them.
+
+Invariant: every request is answered exactly once, or fails when the connection ends; answers come in any order.
+Native-endian 32-bit words. Request: bytes that follow, operation, id, body. Answer: bytes that follow, operation, id,
+status, sizes of two byte strings, the strings. A string in a request is its length, NUL included, and its bytes.
+Called by envs/local/sandbox.py.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+_WORD = struct.Struct("=I")
+_REQUEST = struct.Struct("=III")
+_ANSWER = struct.Struct("=IIIiII")
+_TWO = struct.Struct("=II")
+_THREE = struct.Struct("=III")
+
+
+class Operation(IntEnum):
+    READY = 0
+    EXEC = 1
+    PUT = 2
+    GET = 3
+    KILL = 4
+
+
+class Kind(IntEnum):
+    """What one entry of a PUT makes."""
+
+    DIR = 0
+    FILE = 1
+    APPEND = 2
+    LINK = 3
+
+
+class Answer(NamedTuple):
+    """What the agent says: status is an exit code or -errno."""
+
+    status: int
+    first: bytes
+    second: bytes
+
+
+def encode_exec(
+    command: str, *, timeout_s: float, max_output: int, cwd: str, stdin: bytes, env: Mapping[str, str]
+) -> bytes:
+    """The body of EXEC. Raises ValueError for a NUL byte in a string."""
+    strings = [_text(f"{key}={value}") for key, value in env.items()]
+    head = _THREE.pack(max(1, min(int(timeout_s * 1000), 2**31)), max_output, len(strings))
+    return b"".join([head, _text(cwd), _text(command), _WORD.pack(len(stdin)), stdin, *strings])
+
+
+def encode_put(kind: Kind, path: str, data: bytes = b"", *, mode: int = 0o755) -> bytes:
+    """One entry of a PUT's body, which holds any number of them; for a link `data` is its target."""
+    if kind is Kind.LINK:
+        data += b"\0"
+    return b"".join([_TWO.pack(kind, mode), _text(path), _WORD.pack(len(data)), data])
+
+
+def encode_get(path: str, max_bytes: int) -> bytes:
+    """The body of GET."""
+    return _WORD.pack(max_bytes) + _text(path)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    if b"\0" in data:
+        raise ValueError(f"a NUL byte cannot go into a command, path or variable: {text[:80]!r}")
+    return _WORD.pack(len(data) + 1) + data + b"\0"
+
+
+class Connection(asyncio.Protocol):
+    """The host's end of a box's control socket. `ready` resolves when the agent runs; None says it never came."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Answer | None] = loop.create_future()
+        self.is_open = False
+        self._loop = loop
+        self._on_lost = on_lost
+        self._waiting: dict[int, asyncio.Future[Answer | None]] = {}
+        self._received = bytearray()
+        self._next_id = 1
+        self._transport: asyncio.Transport | None = None
+
+    async def request(self, operation: Operation, body: bytes | Iterable[bytes], *, deadline_s: float) -> Answer | None:
+        """The answer, or None when the connection ended first. Raises TimeoutError after `deadline_s`."""
+        if not self.is_open or self._transport is None:
+            return None
+        parts = [body] if isinstance(body, bytes) else list(body)
+        identifier, self._next_id = self._next_id, self._next_id % 0xFFFFFFF0 + 1
+        size = _REQUEST.size - _WORD.size + sum(map(len, parts))
+        future = self._waiting[identifier] = self._loop.create_future()
+        try:
+            self._transport.write(b"".join([_REQUEST.pack(size, operation, identifier), *parts]))
+            async with asyncio.timeout(deadline_s):
+                return await future
+        finally:
+            self._waiting.pop(identifier, None)
+
+    def close(self) -> None:
+        """Ends the connection, and with it the agent and the box."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        at = 0
+        while len(received) - at >= _ANSWER.size:
+            size, operation, identifier, status, first, second = _ANSWER.unpack_from(received, at)
+            end = at + _WORD.size + size
+            if len(received) < end:
+                break
+            middle = at + _ANSWER.size + first
+            answer = Answer(status, bytes(received[at + _ANSWER.size : middle]), bytes(received[middle : middle + second]))
+            self._resolve(operation, identifier, answer)
+            at = end
+        del received[:at]
+
+    def _resolve(self, operation: int, identifier: int, answer: Answer) -> None:
+        future = self.ready if operation == Operation.READY else self._waiting.get(identifier)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        for future in [self.ready, *self._waiting.values()]:
+            if not future.done():
+                future.set_result(None)
+        self._on_lost()
