@@ -1,7 +1,6 @@
 # Thresher's commands. `make demo` and `make test` set everything up themselves; `make help` lists the rest.
-SHELL := /bin/bash
 PY := .venv/bin/python
-MARKED := ray or vllm or sandbox or slow or gpu
+MARKED := ray or vllm or sandbox or slow
 
 .PHONY: help setup demo test unit marked lint format lock clean
 .DEFAULT_GOAL := help
@@ -18,10 +17,10 @@ demo: setup ## harvest, SFT, asynchronous RLOO and evaluation with the tiny poli
 test: lint unit marked ## everything CI runs: lint, then the quick tests, then those that start real services
 
 unit: setup ## the quick tests alone (under a minute)
-	$(PY) -m pytest -q -m "not ($(MARKED))" $(ARGS)
+	$(PY) -m pytest -q -m "not ($(MARKED) or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
-	$(PY) -m pytest -q -m "$(MARKED)" $(ARGS)
+	$(PY) -m pytest -q -m "($(MARKED)) and not gpu" $(ARGS)
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

@@ -61,7 +61,7 @@ install_lock() {
     { cat "$log" >&2; fail "pip could not install $uv." "Check that pip reaches its package index, then run make again."; }
   bash scripts/uv.sh pip install --no-deps --python .venv/bin/python -r "$lock" >"$log" 2>&1 && return
   cat "$log" >&2
-  if grep -q 'torch' "$log"; then
+  if grep -q 'no version of torch==' "$log"; then
     fail "$(grep '^torch==' "$lock") was not found; it is on PyTorch's CPU wheel index, not on the default one." \
       "Point pip at that index (pip config set global.extra-index-url URL; PyTorch's install page shows it under CPU)" \
       "or at a folder that holds the wheel (pip config set global.find-links DIR), then run make again."
