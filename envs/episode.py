@@ -35,7 +35,7 @@ class Episode:
     """No rollout's harness runs longer, whatever its Task says; a Task without a limit gets this one."""
     max_verifier_timeout_s: float = 120.0
     """No tests run longer, whatever their Task says."""
-    treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS
+    treatments: Mapping[Outcome, Treatment] = field(default_factory=lambda: DEFAULT_TREATMENTS)
     """What each Outcome counts as; the Verifier runs for those that `score`."""
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     """Goes into every Trajectory: sampler, task set, run."""
