@@ -4,6 +4,7 @@ Invariant: each sampled token of a Trajectory is trained in exactly one Sample, 
 Called by `summarize` on rollout workers and by learner ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,13 @@ class Sample:
             raise ValueError(f"lengths differ: ids {len(self.ids)} mask {len(self.mask)} logprobs {len(self.logprobs)}")
         if len(self.mask) and self.mask[0]:
             raise ValueError("mask[0] must be False: the first token has no context to be predicted from")
+
+
+def conversation_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+    """The Sample of a conversation that was written, not sampled: its log-probabilities are 0."""
+    return Sample(
+        ids=np.asarray(ids, np.int32), mask=np.asarray(mask, np.bool_), logprobs=np.zeros(len(ids), np.float32)
+    )
 
 
 class _Branch:

@@ -146,9 +146,9 @@ class Trajectory:
     def messages(self) -> list[dict[str, str]]:
         """The conversation as [{"role", "content"}, ...]: user prompt, then assistant and user in turn."""
         messages = [{"role": "user", "content": self.prompt}]
-        for turn in self.turns:
+        for index, turn in enumerate(self.turns, start=1):
             messages.append({"role": "assistant", "content": turn.reply})
-            if turn.observation:
+            if turn.observation or index < len(self.turns):  # an empty answer between two replies was said too
                 messages.append({"role": "user", "content": turn.observation})
         return messages
 
