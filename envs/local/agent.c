@@ -24,7 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HOST = 3, MAX_JOBS = 64, MAX_FRAME = 16 << 20, PIPE = 1 << 16, MAX_ENV = 512 };
+enum { HOST = 3, MAX_JOBS = 64, MAX_FRAME = 16 << 20, PIPE = 1 << 16, MAX_WORDS = 512 };
 enum { OP_READY, OP_EXEC, OP_PUT, OP_GET, OP_KILL };
 enum { PUT_DIR, PUT_FILE, PUT_APPEND, PUT_LINK };
 enum { EXIT_HOST_GONE = 0, EXIT_PROTOCOL = 90, EXIT_MEMORY = 91 };
@@ -201,8 +201,23 @@ static void get(uint32_t id, Reader *r) {
 
 /* --- commands ----------------------------------------------------------------------------------------------- */
 
+/* Runs a command of plain words without a shell, as bash would find it; returns when that fails, for bash to say why. */
+static void run_plain(char **argv, char **env) {
+    char path[4096];
+    const char *dir = "";
+    if (!argv[0]) return;
+    if (strchr(argv[0], '/')) execve(argv[0], argv, env);
+    for (int i = 0; env[i] && !strchr(argv[0], '/'); i++)
+        if (strncmp(env[i], "PATH=", 5) == 0) dir = env[i] + 5;
+    while (*dir) {
+        int n = strcspn(dir, ":");
+        if (snprintf(path, sizeof path, "%.*s/%s", n, dir, argv[0]) < (int)sizeof path) execve(path, argv, env);
+        dir += n + (dir[n] == ':');
+    }
+}
+
 /* The child's half: never returns. No command can trace it before its exec, since it is not dumpable, as we are. */
-static void become_command(const int *fds, const char *cwd, const char *command, char **env) {
+static void become_command(const int *fds, const char *cwd, const char *command, char **argv, char **env) {
     sigset_t none;
     setsid();
     for (int i = 0; i < 3; i++) dup2(fds[i], i); /* all are above 2, and close on exec */
@@ -219,6 +234,7 @@ static void become_command(const int *fds, const char *cwd, const char *command,
         dprintf(2, "cannot enter %s: %s\n", cwd, strerror(errno));
         _exit(126);
     }
+    run_plain(argv, env);
     execve("/bin/bash", (char *[]){"bash", "-c", (char *)command, NULL}, env);
     dprintf(2, "cannot run /bin/bash: %s\n", strerror(errno));
     _exit(127);
@@ -242,20 +258,21 @@ static void close_fds(const int *fds, int n) {
 }
 
 static void start_job(uint32_t id, Reader *r) {
-    char *env[MAX_ENV + 1];
-    uint32_t timeout_ms = take_u32(r), cap = take_u32(r), num_env = take_u32(r), stdin_len;
+    char *env[MAX_WORDS + 1], *argv[MAX_WORDS + 1];
+    uint32_t timeout_ms = take_u32(r), cap = take_u32(r), num_argv = take_u32(r), num_env = take_u32(r), stdin_len;
     const char *cwd = take_blob(r, NULL), *command = take_blob(r, NULL), *input = take_blob(r, &stdin_len);
     Job *job = NULL;
     for (int i = 0; i < MAX_JOBS && !job; i++)
         if (!jobs[i].pid) job = &jobs[i];
-    if (num_env > MAX_ENV) return reply(OP_EXEC, id, -E2BIG, NULL, NULL);
+    if (num_env > MAX_WORDS || num_argv > MAX_WORDS) return reply(OP_EXEC, id, -E2BIG, NULL, NULL);
     if (!job) return reply(OP_EXEC, id, -EBUSY, NULL, NULL);
+    for (uint32_t i = 0; i < num_argv; i++) argv[i] = (char *)take_blob(r, NULL);
     for (uint32_t i = 0; i < num_env; i++) env[i] = (char *)take_blob(r, NULL);
-    env[num_env] = NULL;
-    int fds[5] = {open_stdin(input, stdin_len), -1, -1, -1, -1}, pair[2];
+    argv[num_argv] = env[num_env] = NULL;
+    int fds[5] = {open_stdin(input, stdin_len), -1, -1, -1, -1}, pair[2]; /* child's 0, 1, 2; our ends of 1 and 2 */
     for (int i = 0; i < 2 && pipe2(pair, O_CLOEXEC) == 0; i++) fds[1 + i] = pair[1], fds[3 + i] = pair[0];
     pid_t pid = fds[0] >= 0 && fds[4] >= 0 ? fork() : -1;
-    if (pid == 0) become_command(fds, cwd, command, env);
+    if (pid == 0) become_command(fds, cwd, command, argv, env);
     int failed = errno;
     close_fds(fds, 3);
     if (pid < 0) {

@@ -32,7 +32,7 @@ _VARIABLES = {
     "TERM": "xterm-256color",
 }
 _DIRS = {
-    "/tmp": 0o1777, "/var/tmp": 0o1777, "/var/log": 0o755, "/var/lib": 0o755, "/var/cache": 0o755, "/run": 0o755,
+    "/etc": 0o755, "/tmp": 0o1777, "/var/tmp": 0o1777, "/var/log": 0o755, "/var/lib": 0o755, "/var/cache": 0o755, "/run": 0o755,
     "/root": 0o700, "/home": 0o755, "/opt": 0o755, "/srv": 0o755, "/mnt": 0o755, "/logs": 0o777,
     "/logs/agent": 0o777, "/logs/verifier": 0o777, "/logs/artifacts": 0o777,
 }  # fmt: skip

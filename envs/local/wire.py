@@ -7,6 +7,7 @@ Called by envs/local/sandbox.py.
 """
 
 import asyncio
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
@@ -16,7 +17,12 @@ _WORD = struct.Struct("=I")
 _REQUEST = struct.Struct("=III")
 _ANSWER = struct.Struct("=IIIiII")
 _TWO = struct.Struct("=II")
-_THREE = struct.Struct("=III")
+_FOUR = struct.Struct("=IIII")
+
+_PLAIN_WORD = re.compile(r"(?:[A-Za-z0-9_@%+:,./=-]|'[^']*')+")
+_MAX_WORDS = 256
+_PLAIN_PROGRAMS = ("tmux",)
+"""Programs that are no shell builtin and are called often."""
 
 
 class Operation(IntEnum):
@@ -48,9 +54,24 @@ def encode_exec(
     command: str, *, timeout_s: float, max_output: int, cwd: str, stdin: bytes, env: Mapping[str, str]
 ) -> bytes:
     """The body of EXEC. Raises ValueError for a NUL byte in a string."""
-    strings = [_text(f"{key}={value}") for key, value in env.items()]
-    head = _THREE.pack(max(1, min(int(timeout_s * 1000), 2**31)), max_output, len(strings))
-    return b"".join([head, _text(cwd), _text(command), _WORD.pack(len(stdin)), stdin, *strings])
+    words = plain_words(command)
+    strings = [*words, *(f"{key}={value}" for key, value in env.items())]
+    head = _FOUR.pack(max(1, min(int(timeout_s * 1000), 2**31)), max_output, len(words), len(strings) - len(words))
+    return b"".join([head, _text(cwd), _text(command), _WORD.pack(len(stdin)), stdin, *map(_text, strings)])
+
+
+def plain_words(command: str) -> list[str]:
+    """The words of a command that means the same without a shell, which saves 1 ms of starting one; else [].
+
+    "/usr/bin/printf 'a b' c" -> ["/usr/bin/printf", "a b", "c"]; "echo $HOME" -> [].
+    """
+    words = _PLAIN_WORD.findall(command)
+    if not words or len(words) > _MAX_WORDS or " ".join(words) != command:
+        return []
+    program = words[0]
+    if ("/" not in program and program not in _PLAIN_PROGRAMS) or "=" in program or "'" in program:
+        return []
+    return [word.replace("'", "") for word in words]
 
 
 def encode_put(kind: Kind, path: str, data: bytes = b"", *, mode: int = 0o755) -> bytes:
