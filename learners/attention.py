@@ -1,0 +1,157 @@
+"""Attention over packed Samples, registered with transformers under the name `PACKED_ATTENTION`.
+
+Invariant: a token attends to its own Sample's earlier tokens and to nothing else, whatever lies beside it.
+Called by transformers' decoder layers, which hand down the PackedLayout that learners/packing.py built.
+
+Everything but attention runs on the flat [T] tokens without padding. Attention alone is computed per bucket of
+Samples of like length, right-padded inside the kernel's input: under a causal mask no real token sees what is to its
+right, so the padding changes nothing, and no [T, T] mask is ever made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+PACKED_ATTENTION = "thresher_packed"
+BUCKET_FILL = 0.85
+"""A Sample shorter than this share of its bucket's longest opens the next bucket: at most 15% of a bucket is padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Neighbouring Samples of like length."""
+
+    start: int
+    """First token of the bucket among the packed tokens."""
+    stop: int
+    """One past its last token."""
+    num_samples: int
+    longest: int
+    """Tokens of the longest Sample."""
+    slots: Tensor | None
+    """[stop - start] int64: each token's row among num_samples * longest; None when all are equally long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """How packed tokens divide into Samples."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each Sample, longest first."""
+    buckets: tuple[Bucket, ...]
+
+
+def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
+    """The layout of Samples that lie one after the other, longest first.
+
+    lengths [5, 5, 2] -> buckets [5, 5] without padding and [2].
+    """
+    if list(lengths) != sorted(lengths, reverse=True):
+        raise ValueError(f"Samples must be packed longest first, got lengths {list(lengths)}")
+    buckets: list[Bucket] = []
+    start = first = 0
+    for last in range(1, len(lengths) + 1):
+        if last == len(lengths) or lengths[last] < BUCKET_FILL * lengths[first]:
+            bucket = _bucket(lengths[first:last], start, device)
+            buckets.append(bucket)
+            start, first = bucket.stop, last
+    return PackedLayout(lengths=tuple(lengths), buckets=tuple(buckets))
+
+
+def _bucket(lengths: Sequence[int], start: int, device: torch.device | str) -> Bucket:
+    longest = lengths[0]
+    slots = None
+    if lengths[-1] != longest:
+        rows = [torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)]
+        slots = torch.cat(rows).to(device)
+    stop = start + sum(lengths)
+    return Bucket(start=start, stop=stop, num_samples=len(lengths), longest=longest, slots=slots)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows [N, ...] laid into `slots` of a zero tensor [num_slots, ...]; the inverse of _Gather.
+
+    Indexing both ways by copies keeps the backward free of index_add, which is several times slower on CPUs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return rows.new_zeros(num_slots, *rows.shape[1:]).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grad.index_select(0, slots), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows at `slots` of [num_slots, ...]; the inverse of _Spread, so no slot may occur twice."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_slots = padded.shape[0]
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    layout: PackedLayout,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each Sample: query [1, heads, T, dim], key and value [1, kv heads, T, dim] -> [1, T, heads, dim]."""
+    if sliding_window is not None and layout.lengths and sliding_window < layout.lengths[0]:
+        raise ValueError(
+            f"sliding-window attention ({sliding_window} tokens) is not supported for Samples of {layout.lengths[0]} tokens; "
+            "lower the context limit below the window"
+        )
+    flat_query, flat_key, flat_value = (states[0].transpose(0, 1) for states in (query, key, value))
+    outputs = [
+        _attend(bucket, *(states[bucket.start : bucket.stop] for states in (flat_query, flat_key, flat_value)), scaling)
+        for bucket in layout.buckets
+    ]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+
+
+def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """[N, heads, dim] attended within each Sample of one bucket."""
+    padded = [_pad(states, bucket) for states in (query, key, value)]
+    attended = F.scaled_dot_product_attention(
+        *padded, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    rows = attended.transpose(1, 2).reshape(bucket.num_samples * bucket.longest, *query.shape[1:])
+    return rows if bucket.slots is None else _Gather.apply(rows, bucket.slots)
+
+
+def _pad(states: Tensor, bucket: Bucket) -> Tensor:
+    """[N, heads, dim] -> [num_samples, heads, longest, dim]."""
+    if bucket.slots is not None:
+        states = _Spread.apply(states, bucket.slots, bucket.num_samples * bucket.longest)
+    return states.reshape(bucket.num_samples, bucket.longest, *states.shape[1:]).transpose(1, 2)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The layout says all; building a mask would cost [T, T]."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -1,0 +1,118 @@
+"""LearnerConfig and LossConfig: the numbers of optimisation, checked where they are written down.
+
+Invariant: importing this loads no torch, so recipes can parse and print a config in no time.
+Composed by recipes; read by learners/learner.py and learners/losses.py.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Precision(StrEnum):
+    """The dtype of weights and activations in forward and backward; master weights and optimizer are always float32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Schedule(StrEnum):
+    """How the learning rate goes on after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class LossKind(StrEnum):
+    """What is minimised; formulas in learners/losses.py."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    """SFT: -log p of each trained token."""
+    REINFORCE = "reinforce"
+    """Policy gradient without correction; right only when every token was sampled at the current version."""
+    CLIPPED = "clipped"
+    """PPO's clipped ratio against the recorded log-probabilities, with dual clip; the default with staleness."""
+    TRUNCATED = "truncated"
+    """REINFORCE times the token's importance ratio, truncated from above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Which loss, and its constants. Aggregation is the token mean over the whole optimizer step."""
+
+    kind: LossKind = LossKind.CLIPPED
+    clip_low: float = 0.2
+    """CLIPPED: no gradient below a ratio of 1 - clip_low where it would push lower still."""
+    clip_high: float = 0.2
+    """CLIPPED: no gradient above a ratio of 1 + clip_high where it would push higher still."""
+    dual_clip: float = 3.0
+    """CLIPPED: for a negative advantage the loss is at most dual_clip * |advantage| (arXiv 1912.09729)."""
+    truncation: float = 2.0
+    """TRUNCATED: largest importance weight."""
+    temperature: float = 1.0
+    """Divides the logits; must be the temperature that was sampled with."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low < 1:
+            raise ValueError(f"clip_low must be in [0, 1), got {self.clip_low}")
+        if self.clip_high < 0:
+            raise ValueError(f"clip_high must be >= 0, got {self.clip_high}")
+        if self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip must exceed 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip}")
+        if self.truncation <= 0:
+            raise ValueError(f"truncation must be > 0, got {self.truncation}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be > 0 to train what was sampled, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """How a Learner trains."""
+
+    lr: float = 5e-4
+    """Peak learning rate."""
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly to `lr`."""
+    total_steps: int | None = None
+    """Optimizer steps at which linear and cosine schedules end; constant needs none."""
+    final_lr_ratio: float = 0.0
+    """Where linear and cosine schedules end, as a share of `lr`."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Applies to matrices only, never to norms and biases."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm over all parameters and ranks."""
+    precision: Precision = Precision.FP32
+    max_tokens: int = 8192
+    """Tokens of a micro-batch; no Sample may be longer."""
+    chunk_tokens: int = 1024
+    """Rows of logits that exist at once."""
+    freeze: tuple[str, ...] = ()
+    """Parameters whose name contains one of these are not trained; "embed_tokens" freezes a tied lm_head too."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward: less memory, a third more compute."""
+    max_nonfinite_steps: int = 10
+    """So many steps with a non-finite gradient in a row end the run."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"lr must be > 0, got {self.lr}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be >= 0, got {self.warmup_steps}")
+        if self.schedule is not Schedule.CONSTANT and (self.total_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f"a {self.schedule} schedule needs total_steps > warmup_steps ({self.warmup_steps}), "
+                f"got {self.total_steps}; set learner.total_steps to the steps of the run"
+            )
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"final_lr_ratio must be in [0, 1], got {self.final_lr_ratio}")
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm must be > 0 (a large value never clips), got {self.max_grad_norm}")
+        if self.max_tokens < 2 or self.chunk_tokens < 1:
+            raise ValueError(
+                f"max_tokens must be >= 2 and chunk_tokens >= 1, got {self.max_tokens} and {self.chunk_tokens}"
+            )
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps must be >= 1, got {self.max_nonfinite_steps}")

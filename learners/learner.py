@@ -1,0 +1,180 @@
+"""The Learner: one rank of the policy's optimisation.
+
+Invariant: every verb is collective; ranks that call the same verbs with their shares of one plan hold shards of the
+same weights, the same step and the same metrics. Called by learner actors and tests.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learners.checkpoint import load_checkpoint, save_checkpoint
+from learners.config import LearnerConfig, LossConfig
+from learners.export import save_pretrained
+from learners.losses import SUMMED, metric_sums, metrics_from_sums, token_loss
+from learners.model import COMPUTE_DTYPE, full_tensor, load_policy, reshard
+from learners.optimizer import NonFiniteGradients, build_optimizer, learning_rate
+from learners.packing import PackedBatch, WeightedSample, pack
+from learners.plan import RankPlan, SampleRef
+from learners.process_group import init_process_group
+from trajectories.samples import Sample, trajectory_samples
+from trajectories.store import read_group, read_sample
+
+__all__ = ["Learner", "init_process_group"]
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """Weights, optimizer and schedule of one rank."""
+
+    def __init__(self, config: LearnerConfig, *, model: Path, rank: int = 0, world_size: int = 1) -> None:
+        """Loads the Hugging Face directory `model`; ranks must have met in `init_process_group` unless there is one."""
+        if world_size == 1 and not dist.is_initialized():
+            init_process_group()
+        if not dist.is_initialized() or dist.get_world_size() != world_size:
+            raise ValueError(f"call init_process_group with world_size={world_size} on every rank first")
+        self._config = config
+        self._model = model
+        self._rank = rank
+        self._world_size = world_size
+        self._network = load_policy(config, model, world_size=world_size)
+        self._device = next(self._network.parameters()).device
+        self._optimizer = build_optimizer(config, self._network.named_weights())
+        self._has_gradient = False
+        self._nonfinite_in_a_row = 0
+        self.step = 0
+        """Optimizer steps taken, skipped ones included; the position in the schedule."""
+        self.num_skipped = 0
+        """Steps that changed nothing: no gradient, or one that was not finite."""
+
+    def forward_backward(self, plan: RankPlan, loss: LossConfig, store: Path) -> dict[str, float]:
+        """Adds the gradients of this rank's share; metrics of the whole step over all ranks.
+
+        May be called several times before `optim_step` if the plans' weights were made for all of them.
+        """
+        sums = torch.zeros(len(SUMMED), dtype=torch.float64)
+        largest_ratio = 0.0
+        for refs in plan.micro_batches:
+            batch = pack(_read(refs, store), self._device)
+            logprobs_N, entropy_N = self._network(batch, loss.temperature)
+            result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
+            # FSDP averages gradients over ranks; the weights are made for a sum.
+            (torch.dot(result.loss_N, batch.weights_N) * self._world_size).backward()
+            sums += metric_sums(result, batch.weights_N, logprobs_N, batch.behaviour_N, entropy_N)
+            if result.ratio_N is not None and result.ratio_N.numel():
+                largest_ratio = max(largest_ratio, float(result.ratio_N.max()))
+            self._has_gradient = True
+        return metrics_from_sums(loss.kind, *self._reduce(sums, largest_ratio))
+
+    def optim_step(self) -> dict[str, float]:
+        """One optimizer step on the gradients added so far; NonFiniteGradients after too many bad ones in a row."""
+        rate = learning_rate(self._config, self.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        norm = self._clip() if self._has_gradient else 0.0
+        is_finite = bool(np.isfinite(norm))
+        is_skipped = not (self._has_gradient and is_finite)
+        if not is_skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._has_gradient = False
+        self.step += 1
+        self.num_skipped += is_skipped
+        self._nonfinite_in_a_row = 0 if is_finite else self._nonfinite_in_a_row + 1
+        if self._nonfinite_in_a_row >= self._config.max_nonfinite_steps:
+            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row)
+        if not is_finite:
+            logger.warning("step=%s skipped: gradient norm %s", self.step, norm)
+        return {
+            "optim/lr": rate,
+            "optim/grad_norm": norm,
+            "optim/skipped": float(is_skipped),
+            "optim/num_skipped": float(self.num_skipped),
+        }
+
+    def sequence_logprobs(self, plan: RankPlan, store: Path) -> list[float]:
+        """Summed log-probability of each planned Sample's trained tokens at temperature 1, in the order of the plan."""
+        sequences: list[float] = []
+        for refs in plan.micro_batches:
+            batch = pack(_read(refs, store), self._device)
+            logprobs_N = self._logprobs(batch)
+            totals = torch.zeros(batch.num_samples, dtype=torch.float64)
+            totals.index_add_(0, batch.members_N.cpu(), logprobs_N.double().cpu())
+            sequences += totals.tolist()[: len(refs)]
+        return sequences
+
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each of `ids` after the first at temperature 1: len(ids) - 1 floats, the same on each rank."""
+        mask = np.arange(len(ids)) > 0
+        sample = Sample(ids=np.asarray(ids, np.int32), mask=mask, logprobs=np.zeros(len(ids), np.float32))
+        batch = pack([WeightedSample(sample=sample, advantage=0.0, weight=0.0)], self._device)
+        return self._logprobs(batch).tolist()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole CPU tensor in the compute dtype), one at a time; all ranks must exhaust it.
+
+        A tied lm_head comes once, as the embedding.
+        """
+        dtype = COMPUTE_DTYPE[self._config.precision]
+        for name, parameter in self._network.named_weights():
+            yield name, full_tensor(parameter).to("cpu", dtype)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Writes a Hugging Face directory that transformers and vLLM load."""
+        save_pretrained(self.export_weights(), source=self._model, directory=directory, is_writer=self._rank == 0)
+        dist.barrier()
+
+    def save(self, directory: Path) -> None:
+        """Writes a complete checkpoint: weights, optimizer, step, skipped steps and random state."""
+        progress = {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+        save_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, progress, rank=self._rank)
+
+    def load(self, directory: Path) -> None:
+        """Restores a complete checkpoint, saved by any number of ranks; CheckpointError when it is not one of ours."""
+        progress = load_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, rank=self._rank)
+        self.step = progress["step"]
+        self.num_skipped = progress["num_skipped"]
+        self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
+        self._optimizer.zero_grad()
+        self._has_gradient = False
+
+    @torch.no_grad()
+    def _logprobs(self, batch: PackedBatch) -> Tensor:
+        logprobs_N, _ = self._network(batch, 1.0)
+        reshard(self._network)
+        return logprobs_N
+
+    def _clip(self) -> float:
+        """The gradient norm over all ranks before it was scaled down."""
+        norm = torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._config.max_grad_norm)
+        return float(full_tensor(norm))
+
+    def _reduce(self, sums: Tensor, largest_ratio: float) -> tuple[Tensor, float]:
+        """Sums and maximum over all ranks."""
+        if self._world_size == 1:
+            return sums, largest_ratio
+        sums = sums.to(self._device)
+        largest = torch.tensor(largest_ratio, device=self._device)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return sums.cpu(), float(largest)
+
+
+def _read(refs: Sequence[SampleRef], store: Path) -> list[WeightedSample]:
+    """The planned Samples with their tokens."""
+    groups = lru_cache(maxsize=None)(lambda location: read_group(store, location))
+    samples = []
+    for ref in refs:
+        if ref.member is None:
+            sample = read_sample(store, ref.location)
+        else:
+            sample = trajectory_samples(groups(ref.location).trajectories[ref.member])[ref.branch]
+        samples.append(WeightedSample(sample=sample, advantage=ref.advantage, weight=ref.weight))
+    return samples

@@ -1,0 +1,195 @@
+"""BatchPlan: which Samples an optimizer step trains on, on which rank, in which micro-batch, with which weight.
+
+Invariant: made from sizes alone; every rank gets equally many micro-batches, none over `max_tokens`, and the weights
+of the whole step are fixed here, so how it is split changes nothing. Called by recipes; read by learner ranks, which
+fetch the tokens. No torch.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from learners.advantages import Advantages, leave_one_out
+from trajectories.handle import GroupHandle, Location
+from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Treatment
+from trajectories.validity import member_rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedSample:
+    """A stored Sample and its size."""
+
+    location: Location
+    num_tokens: int
+    num_trained: int
+    """Tokens that carry loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRef:
+    """Where a rank finds one Sample, and what it counts."""
+
+    index: int
+    """Position among the Samples that the plan was made from."""
+    location: Location
+    member: int | None
+    """Index of the Trajectory in the Group at `location`; None when `location` holds a Sample."""
+    branch: int
+    """Index among the Samples of that Trajectory."""
+    advantage: float
+    weight: float
+    """Factor of each trained token's loss: 1 / trained tokens of the step."""
+    num_tokens: int
+    num_trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One rank's share of an optimizer step."""
+
+    micro_batches: tuple[tuple[SampleRef, ...], ...]
+    """As many as on every other rank; an empty one keeps the others company and counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """One optimizer step over all ranks."""
+
+    ranks: tuple[RankPlan, ...]
+    num_samples: int
+    num_tokens: int
+    """The denominator of the token mean: trained tokens of all valid members of Groups that carry gradient."""
+    metrics: Mapping[str, float]
+
+    def in_given_order(self, values: Iterable[float]) -> list[float]:
+        """One value per Sample, listed rank by rank, put back into the order in which the Samples were given."""
+        refs = [ref for rank in self.ranks for micro_batch in rank.micro_batches for ref in micro_batch]
+        ordered = sorted(zip((ref.index for ref in refs), values, strict=True))
+        return [value for _, value in ordered]
+
+
+def plan_batch(
+    groups: Sequence[GroupHandle],
+    *,
+    advantages: Advantages = leave_one_out,
+    treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
+    num_ranks: int,
+    max_tokens: int,
+) -> BatchPlan:
+    """The plan of one policy-gradient step.
+
+    The token mean counts every trained token of every valid member of a Group that carries gradient, members with
+    advantage 0 among them; those and Groups without gradient are not computed, since their gradient is 0.
+    """
+    refs: list[SampleRef] = []
+    num_counted = num_silent = 0
+    for group in groups:
+        group_advantages = advantages(member_rewards(group, treatments))
+        if not any(group_advantages):
+            num_silent += 1
+            continue
+        num_counted += sum(
+            branch.num_trained
+            for member, advantage in zip(group.members, group_advantages, strict=True)
+            if advantage is not None
+            for branch in member.branches
+        )
+        refs += _group_refs(group, group_advantages)
+    metrics = {
+        "plan/groups_trained": float(len(groups) - num_silent),
+        "plan/groups_without_gradient": float(num_silent),
+    }
+    return _plan(refs, num_counted, num_ranks=num_ranks, max_tokens=max_tokens, metrics=metrics)
+
+
+def plan_samples(samples: Sequence[SizedSample], *, num_ranks: int, max_tokens: int) -> BatchPlan:
+    """The plan of one SFT step on stored Samples; the token mean counts every trained token of all of them."""
+    refs = [
+        SampleRef(
+            index=-1,
+            location=sample.location,
+            member=None,
+            branch=0,
+            advantage=1.0,
+            weight=0.0,
+            num_tokens=sample.num_tokens,
+            num_trained=sample.num_trained,
+        )
+        for sample in samples
+    ]
+    num_trained = sum(sample.num_trained for sample in samples)
+    return _plan(refs, num_trained, num_ranks=num_ranks, max_tokens=max_tokens, metrics={})
+
+
+def _group_refs(group: GroupHandle, advantages: Sequence[float | None]) -> list[SampleRef]:
+    """The Samples of a Group that have a gradient."""
+    return [
+        SampleRef(
+            index=-1,
+            location=group.location,
+            member=member,
+            branch=branch,
+            advantage=advantage,
+            weight=0.0,
+            num_tokens=size.num_tokens,
+            num_trained=size.num_trained,
+        )
+        for member, (summary, advantage) in enumerate(zip(group.members, advantages, strict=True))
+        if advantage
+        for branch, size in enumerate(summary.branches)
+        if size.num_trained
+    ]
+
+
+def _plan(
+    refs: Sequence[SampleRef], num_counted: int, *, num_ranks: int, max_tokens: int, metrics: Mapping[str, float]
+) -> BatchPlan:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
+    weighted = [replace(ref, index=index, weight=1 / max(num_counted, 1)) for index, ref in enumerate(refs)]
+    bins = balanced_bins([ref.num_tokens for ref in weighted], num_ranks=num_ranks, max_tokens=max_tokens)
+    ranks = tuple(
+        RankPlan(micro_batches=tuple(tuple(weighted[index] for index in bin_) for bin_ in bins[rank::num_ranks]))
+        for rank in range(num_ranks)
+    )
+    loads = [sum(ref.num_tokens for batch in rank.micro_batches for ref in batch) for rank in ranks]
+    num_tokens = sum(loads)
+    return BatchPlan(
+        ranks=ranks,
+        num_samples=len(weighted),
+        num_tokens=num_counted,
+        metrics={
+            "plan/samples": float(len(weighted)),
+            "plan/tokens": float(num_tokens),
+            "plan/micro_batches": float(len(ranks[0].micro_batches)),
+            "plan/imbalance": max(loads) * num_ranks / num_tokens if num_tokens else 1.0,
+            **metrics,
+        },
+    )
+
+
+def balanced_bins(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Indices of `lengths` in bins of at most `max_tokens`, a multiple of `num_ranks` of them, of nearly equal load.
+
+    Bins come heaviest first, so that the ranks' k-th micro-batches (bins k * num_ranks and on) weigh about the same.
+    lengths [3, 3, 2], 2 ranks, 8 tokens -> [[1, 2], [0]]
+    """
+    if lengths and max(lengths) > max_tokens:
+        raise ValueError(f"a Sample of {max(lengths)} tokens exceeds max_tokens={max_tokens}; raise learner.max_tokens")
+    num_bins = -(-(-(-sum(lengths) // max_tokens)) // num_ranks) * num_ranks
+    while (bins := _spread(lengths, num_bins, max_tokens)) is None:
+        num_bins += num_ranks
+    return bins
+
+
+def _spread(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Longest first into the lightest bin; None when that overflows one."""
+    heap = [(0, index) for index in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        load, index = heapq.heappop(heap)
+        if load + lengths[item] > max_tokens:
+            return None
+        bins[index].append(item)
+        heapq.heappush(heap, (load + lengths[item], index))
+    return sorted(bins, key=lambda bin_: -sum(lengths[item] for item in bin_))
