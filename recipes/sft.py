@@ -26,6 +26,7 @@ from learners.plan import SizedSample, plan_samples
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
+from trajectories.samples import conversation_sample
 from trajectories.store import StoreWriter, scan
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def render_demonstrations(config: Config, model: Path, directory: Path) -> list[
     demonstrations = []
     with StoreWriter(directory, "sft") as writer:
         for trajectory in kept[: config.limit]:
-            sample = renderer.render(trajectory.messages())
+            sample = conversation_sample(*renderer.render_conversation(trajectory.messages()))
             sized = SizedSample(
                 location=writer.append_sample(sample), num_tokens=len(sample.ids), num_trained=int(sample.mask.sum())
             )
@@ -197,7 +198,7 @@ class _Rule:
         """Mean probability of a held-back demonstration, over all and the least of any family."""
         if self._stop.probability is None:
             return {}
-        logprobs = await self._learner.sequence_logprobs(self._plan)
+        logprobs = self._plan.in_given_order(await self._learner.sequence_logprobs(self._plan))
         by_family: dict[str, list[float]] = defaultdict(list)
         for demonstration, logprob in zip(self._held_back, logprobs, strict=True):
             by_family[demonstration.family].append(math.exp(logprob))

@@ -22,7 +22,7 @@ class Sample:
     mask: NDArray[np.bool_]
     """[L] bool: the tokens that carry loss. Token t is predicted from ids[:t], so mask[0] is always False."""
     logprobs: NDArray[np.float32]
-    """[L] float32: behaviour log-probability of ids[t] where mask[t]; 0 elsewhere."""
+    """[L] float32: behaviour log-probability of ids[t] where mask[t], NaN if it was never recorded; 0 elsewhere."""
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.mask) == len(self.logprobs):
@@ -32,9 +32,10 @@ class Sample:
 
 
 def conversation_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
-    """The Sample of a conversation that was written, not sampled: its log-probabilities are 0."""
+    """The Sample of a conversation that was written, not sampled: its trained log-probabilities are NaN, never recorded."""
+    trained = np.asarray(mask, np.bool_)
     return Sample(
-        ids=np.asarray(ids, np.int32), mask=np.asarray(mask, np.bool_), logprobs=np.zeros(len(ids), np.float32)
+        ids=np.asarray(ids, np.int32), mask=trained, logprobs=np.where(trained, np.float32("nan"), np.float32(0))
     )
 
 
