@@ -173,11 +173,21 @@ class RolloutStream:
 
 @asynccontextmanager
 async def start_rollout_pool(
-    config: RolloutPoolConfig, episode: EpisodeConfig, *, store: Path, sampler: Sampler | None, prefix: str
+    config: RolloutPoolConfig,
+    episode: EpisodeConfig,
+    *,
+    store: Path,
+    prefix: str,
+    model: Path | None = None,
+    sampler: Sampler | None = None,
 ) -> AsyncIterator[RolloutPool]:
-    """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ..."""
+    """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
+
+    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
+    """
     actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
-    workers = [actor.remote(f"{prefix}-{index}", episode, store, sampler) for index in range(config.num_workers)]
+    workers = [actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
+        for index in range(config.num_workers)]
     try:
         names = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")

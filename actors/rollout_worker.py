@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 class RolloutWorker:
     """Plays Groups with one Episode config, writing to a segment of its own."""
 
-    def __init__(self, name: str, config: EpisodeConfig, store: Path, sampler: Sampler | None) -> None:
+    def __init__(
+        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | None
+    ) -> None:
         self._config = config
-        self._episode = build_episode(config, sampler=sampler)
+        self._episode = build_episode(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
 
     async def ready(self) -> str:

@@ -90,7 +90,12 @@ async def run_episode(
         evidence=ending.verdict.evidence if ending.verdict else "",
         error=ending.error,
         timings_s=timings_s,
-        provenance={**episode.provenance, "harness": episode.harness.name, "sandbox": episode.provider.name},
+        provenance={
+            **episode.provenance,
+            "family": task.provenance.family,
+            "harness": episode.harness.name,
+            "sandbox": episode.provider.name,
+        },
     )
 
 

@@ -200,7 +200,7 @@ def _summary(
         | {
             "harvested": harvested["harvested"],
             "harvested_from_policy": taught["harvested"],
-            "exported_from_policy": taught["exported"],
+            "exported_from_policy": taught["written"],
             "seconds": stages.seconds | {"total": round(sum(stages.seconds.values()), 1)},
         }
     )

@@ -4,6 +4,7 @@
     python -m recipes.export --data runs/harvest --out sharegpt.jsonl --format sharegpt
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,4 +30,15 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Exports and returns how many Trajectories were read and written."""
-    raise NotImplementedError
+    trajectories = (
+        trajectory for run in config.data for _, group in scan(run / "store") for trajectory in group.trajectories
+    )
+    counts = export_conversations(
+        trajectories, config.out, format=config.format, min_reward=config.min_reward, min_turns=config.min_turns
+    )
+    print(f"exported {counts.written} of {counts.read} trajectories to {config.out}")
+    return dataclasses.asdict(counts)
+
+
+if __name__ == "__main__":
+    launch(Config, main)

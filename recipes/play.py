@@ -25,7 +25,7 @@ class Served:
     """Who plays: a served policy, or nobody where the harness needs none."""
 
     sampler: Sampler | None
-    tokenizer: Path | None
+    model: Path | None
     facts: dict[str, Any]
     """For the summary: the model and the engine's class."""
 
@@ -34,12 +34,12 @@ class Served:
 async def serve(policy: PolicyConfig, episode: EpisodeConfig) -> AsyncIterator[Served]:
     """Serves the policy for the length of the block, if the episode's harness needs one."""
     if not episode.harness.needs_policy:
-        yield Served(sampler=None, tokenizer=None, facts={"model": str(episode.harness)})
+        yield Served(sampler=None, model=None, facts={"model": str(episode.harness)})
         return
     model = resolve_policy(policy.model)
     async with start_inference_pool(policy.pool, model=model) as pool:
         yield Served(
-            sampler=pool.sampler(), tokenizer=model, facts={"model": str(model), "engine": pool.engine}
+            sampler=pool.sampler(), model=model, facts={"model": str(model), "engine": pool.engine}
         )
 
 
@@ -65,10 +65,11 @@ async def play_tasks(
     if missing:
         async with start_rollout_pool(
             rollouts,
-            episode.with_tokenizer(served.tokenizer),
+            episode,
             store=store,
-            sampler=served.sampler,
             prefix=f"part-{len(handles)}",
+            model=served.model,
+            sampler=served.sampler,
         ) as workers:
             facts["sandbox"] = workers.sandbox
             with run.progress(what, total=len(missing)) as progress:

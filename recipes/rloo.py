@@ -104,10 +104,14 @@ async def main(config: Config) -> dict[str, Any]:
         version, consumed = await _restore(run, learner)
         weights = WeightSync(source=learner, target=servers, config=config.sync)
         await weights.publish(version)
-        episode = config.episode.with_tokenizer(model)
         rollouts = await stack.enter_async_context(
             start_rollout_pool(
-                config.rollouts, episode, store=store, sampler=servers.sampler(), prefix=f"lineage-{version.lineage}"
+                config.rollouts,
+                config.episode,
+                store=store,
+                prefix=f"lineage-{version.lineage}",
+                model=model,
+                sampler=servers.sampler(),
             )
         )
         buffer = GroupBuffer(

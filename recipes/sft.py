@@ -141,7 +141,7 @@ class Demonstration:
 
     sample: SizedSample
     family: str
-    """Family of its Task: the part of the Task's id before the first "-"."""
+    """Family of its Task; "" where tasks have none."""
 
 
 def render_demonstrations(config: Config, model: Path, directory: Path) -> list[Demonstration]:
@@ -166,7 +166,7 @@ def render_demonstrations(config: Config, model: Path, directory: Path) -> list[
             sized = SizedSample(
                 location=writer.append_sample(sample), num_tokens=len(sample.ids), num_trained=int(sample.mask.sum())
             )
-            demonstrations.append(Demonstration(sample=sized, family=trajectory.task_id.split("-")[0]))
+            demonstrations.append(Demonstration(sample=sized, family=trajectory.provenance.get("family", "")))
     return demonstrations
 
 

@@ -1,0 +1,114 @@
+"""EpisodeConfig and what is built from it: the provider, harness and conversations of a rollout worker.
+
+Invariant: a config is checked when it is made and builds without a network or a GPU. Composed by recipes; built by
+actors/rollout_worker.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from envs.conversation import SampledConversation, ScriptedConversation
+from envs.episode import Episode
+from envs.harness import Conversation, Harness
+from envs.local.provider import LocalConfig, LocalProvider
+from envs.nop import NopHarness
+from envs.oracle import oracle_conversation
+from envs.renderer import load_renderer
+from envs.sampler import Sampler, SamplingParams
+from envs.task import Task
+from envs.terminus2.harness import Terminus2
+from envs.terminus2.prompts import COMPACT, FULL, Prompts
+
+
+class HarnessName(StrEnum):
+    """What plays a Task."""
+
+    TERMINUS_2 = "terminus-2"
+    """A served policy drives a terminal."""
+    ORACLE = "oracle"
+    """The reference solution, played through the same terminal in the same reply format."""
+    NOP = "nop"
+    """Nobody: the Verifier judges an untouched Sandbox."""
+
+    @property
+    def needs_policy(self) -> bool:
+        """Whether a policy must be served."""
+        return self is HarnessName.TERMINUS_2
+
+
+class PromptStyle(StrEnum):
+    """How the harness speaks to the policy."""
+
+    COMPACT = "compact"
+    """The bare instruction and screen, for a tiny policy: a whole rollout stays under 300 tokens."""
+    FULL = "full"
+    """Role, reply format and rules, for real models."""
+
+    @property
+    def prompts(self) -> Prompts:
+        """The texts."""
+        return COMPACT if self is PromptStyle.COMPACT else FULL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeConfig:
+    """How Tasks are played."""
+
+    harness: HarnessName = HarnessName.TERMINUS_2
+    prompts: PromptStyle = PromptStyle.COMPACT
+    max_turns: int = 6
+    """Replies of one rollout."""
+    context_tokens: int = 512
+    """Prompt and reply together, in tokens; the rollout ends with context_limit when the next prompt does not fit."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    agent_timeout_s: float | None = None
+    """Replaces each Task's own agent limit; None keeps it."""
+    max_verifier_timeout_s: float = 120.0
+    group_deadline_s: float = 600.0
+    """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
+    sandbox: LocalConfig = field(default_factory=LocalConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
+        if self.context_tokens < 2:
+            raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
+        if self.group_deadline_s <= 0:
+            raise ValueError(f"group_deadline_s must be > 0, got {self.group_deadline_s}")
+
+
+def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
+    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); the oracle and nop need neither."""
+    return Episode(
+        provider=LocalProvider(config.sandbox),
+        harness=_harness(config),
+        converse=_converse(config, model, sampler),
+        agent_timeout_s=config.agent_timeout_s,
+        max_verifier_timeout_s=config.max_verifier_timeout_s,
+        provenance={"player": str(config.harness), "model": str(model or config.harness)},
+    )
+
+
+def _harness(config: EpisodeConfig) -> Harness:
+    return NopHarness() if config.harness is HarnessName.NOP else Terminus2(config.prompts.prompts)
+
+
+def _converse(config: EpisodeConfig, model: Path | None, sampler: Sampler | None) -> Callable[[Task, str], Conversation]:
+    match config.harness:
+        case HarnessName.NOP:
+            return lambda task, key: ScriptedConversation(())
+        case HarnessName.ORACLE:
+            return lambda task, key: oracle_conversation(task, config.prompts.prompts)
+    if model is None or sampler is None:
+        raise ValueError(f"harness {config.harness} needs a served policy")
+    renderer = load_renderer(model)
+    return lambda task, key: SampledConversation(
+        renderer,
+        sampler,
+        config.sampling,
+        max_turns=config.max_turns,
+        context_tokens=config.context_tokens,
+        key=key,
+    )
