@@ -92,32 +92,27 @@ class _Source:
     def draw(self, index: int) -> ShellTask:
         family = FAMILIES[self._family]
         for _ in range(_MAX_DRAWS):
-            words: list[str] = self._rng.sample(WORDS, len(WORDS))
-            files: list[str] = [f"{stem}.txt" for stem in self._rng.sample(STEMS, len(STEMS))]
-            names = (*words[: family.num_words], *files[: family.num_files])
-            key = " ".join(names)
-            if key in self._seen or split_of(names) != self._split:
-                continue
-            self._seen.add(key)
-            return self._lay_out(index, words, files)
+            words, stems = self._rng.sample(WORDS, family.num_words), self._rng.sample(STEMS, family.num_files)
+            key = " ".join([*words, *stems])
+            if key not in self._seen and split_of([*words, *stems]) == self._split:
+                self._seen.add(key)
+                return self._lay_out(index, words, stems)
         raise ValueError(
             f"family {self._family!r} has no more than about {len(self._seen)} distinct tasks in split "
             f"{self._split!r}; ask for fewer, or add families"
         )
 
-    def _lay_out(self, index: int, words: list[str], files: list[str]) -> ShellTask:
+    def _lay_out(self, index: int, words: Sequence[str], stems: Sequence[str]) -> ShellTask:
         family = FAMILIES[self._family]
-        named_words, named_files = words[: family.num_words], files[: family.num_files]
         names = Names(
-            words=tuple(named_words),
-            files=tuple(named_files),
-            spare_words=iter(words[family.num_words :]),
-            spare_files=iter(files[family.num_files :]),
+            words=tuple(words),
+            files=tuple(f"{stem}.txt" for stem in stems),
+            spare_words=(word for word in self._rng.sample(WORDS, len(WORDS)) if word not in words),
+            spare_files=(f"{stem}.txt" for stem in self._rng.sample(STEMS, len(STEMS)) if stem not in stems),
         )
         plan = family.lay_out(self._rng, names)
-        stems = [file.removesuffix(".txt") for file in named_files]
         return ShellTask(
-            id="-".join([f"{index:05d}", self._family, *named_words, *stems]),
+            id="-".join([f"{index:05d}", self._family, *words, *stems]),
             family=self._family,
             split=self._split,
             instruction=plan.instruction,
@@ -171,7 +166,7 @@ for path in "${expected[@]}"; do
     [[ -f $file && ! -L $file && -r $file ]] || differ "$file is not a plain readable file"
     read_text "$path"; wanted=$text
     read_text "$file"
-    [[ $text == "$wanted" ]] || differ "$file says '$text'; expected '$wanted'"
+    [[ $text == "$wanted" ]] || differ "$file says '${text:0:200}'; expected '$wanted'"
 done
 echo 1 >/logs/verifier/reward.txt
 echo "all ${#expected[@]} files as expected"
