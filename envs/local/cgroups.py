@@ -71,6 +71,7 @@ class SlotCgroup:
 
     @property
     def unique_directories(self) -> list[Path]:
+        """One for each hierarchy."""
         return list(dict.fromkeys(self.directories.values()))
 
     @property
@@ -127,7 +128,8 @@ class SlotCgroup:
         waited_s, pause_s = 0.0, 0.001
         while not self.remove_now():
             if waited_s > deadline_s:
-                raise SandboxError(f"remove cgroup {self.unique_directories[0].name}: still in use after {deadline_s} s")
+                name = self.unique_directories[0].name
+                raise SandboxError(f"remove cgroup {name}: still in use after {deadline_s} s")
             self.kill()
             await asyncio.sleep(pause_s)
             waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, 0.1)

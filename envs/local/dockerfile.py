@@ -103,12 +103,12 @@ def _parse_copy(rest: str, env: dict[str, str], context: Path, current: str, whe
     words = [_expand(word, env) for word in words]
     flags = [word for word in words if word.startswith("--")]
     if flags:
-        raise SandboxRefused(f"{where}: COPY {flags[0]} is not done by the local sandbox; copy plain files of environment/")
+        raise SandboxRefused(f"{where}: COPY {flags[0]} is not done by the local sandbox; copy plain files without it")
     if len(words) < 2:
         raise SandboxRefused(f"{where}: COPY needs sources and a target, got {rest!r}")
     *patterns, target = words
     sources = tuple(source for pattern in patterns for source in _find(pattern, context, where))
-    is_dir = target.endswith("/") or target in (".", "..") or len(sources) > 1 or sources[0].is_dir()
+    is_dir = target.endswith("/") or target in (".", "..") or len(sources) > 1
     return Copy(sources=sources, target=str(PurePosixPath(current) / target), target_is_dir=is_dir)
 
 

@@ -1,7 +1,7 @@
 """What a box looks like from inside: its mounts, its first files, its variables.
 
-Invariant: of a Task only environment/ goes in; tests/ and solution/ are never read here. All that is writable lies in one
-tmpfs of limited size. Called by envs/local/provider.py.
+Invariant: of a Task only environment/ goes in; tests/ and solution/ are never read here. All that can be written lies
+in one tmpfs of limited size (and /dev/shm). Called by envs/local/provider.py.
 """
 
 import os
@@ -32,7 +32,8 @@ _VARIABLES = {
     "TERM": "xterm-256color",
 }
 _DIRS = {
-    "/etc": 0o755, "/tmp": 0o1777, "/var/tmp": 0o1777, "/var/log": 0o755, "/var/lib": 0o755, "/var/cache": 0o755, "/run": 0o755,
+    "/etc": 0o755, "/tmp": 0o1777, "/run": 0o755,
+    "/var/tmp": 0o1777, "/var/log": 0o755, "/var/lib": 0o755, "/var/cache": 0o755,
     "/root": 0o700, "/home": 0o755, "/opt": 0o755, "/srv": 0o755, "/mnt": 0o755, "/logs": 0o777,
     "/logs/agent": 0o777, "/logs/verifier": 0o777, "/logs/artifacts": 0o777,
 }  # fmt: skip
@@ -82,8 +83,10 @@ def plan_layout(task: Task) -> Layout:
 
 def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> list[str]:
     """Everything after "bwrap": namespaces, mounts, filter (descriptor 4) and the agent as the first process."""
-    args = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup".split()
-    args += "--die-with-parent --as-pid-1 --cap-drop ALL --uid 0 --gid 0 --hostname sandbox --seccomp 4".split()
+    namespaces = ("user", "pid", "ipc", "uts", "net", "cgroup")
+    args = [f"--unshare-{namespace}" for namespace in namespaces]
+    args += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--uid", "0", "--gid", "0"]
+    args += ["--hostname", "sandbox", "--seccomp", "4"]
     args += ["--size", str(disk_bytes), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
     for link in _HOST_LINKS:
         if os.path.islink(link):
@@ -93,7 +96,8 @@ def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> list[str]:
     for path in _HOST_ETC:
         if os.path.exists(path):
             args += ["--ro-bind", path, path]
-    args += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    args += ["--proc", "/proc", "--dev", "/dev"]
+    args += ["--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     args += ["--ro-bind", str(staged.agent.parent), _BOX_DIR, "--chdir", "/", "--", f"{_BOX_DIR}/{staged.agent.name}"]
     return args
 

@@ -10,10 +10,11 @@ Called by envs/episode.py through the SandboxProvider Protocol; made by recipes 
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,8 @@ class LocalProvider:
         return {"provider": self.name, "base": "host /usr, read-only", "network": "none", "limits": limits}
 
     @asynccontextmanager
-    async def start(self, task: Task, *, owner: str) -> AsyncIterator[Sandbox]:
+    async def start(self, task: Task, *, owner: str) -> AsyncGenerator[Sandbox]:
+        """See SandboxProvider."""
         self.check(task)
         prepared = await self._prepare()
         async with self._creating:
@@ -113,8 +115,8 @@ class LocalProvider:
         """Ends every parked launcher and removes its cgroups; a later `start` begins anew."""
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
-            prepared = await preparing
-            await prepared.pool.close()
+            with contextlib.suppress(SandboxError):  # whoever started has been told
+                await (await preparing).pool.close()
 
     def _layout(self, task: Task) -> Layout:
         key = (task.id, task.path)
@@ -210,10 +212,9 @@ class LocalProvider:
                     (theirs.fileno(), errors_inside),
                 )
             await self._wait_ready(sandbox, ours, errors)
-        except BaseException:
-            ours.close()
-            raise
         finally:
+            if not sandbox.connection.is_attached:
+                ours.close()  # else the connection owns it
             os.close(errors_inside)
             os.close(errors)
 

@@ -60,6 +60,7 @@ class LocalSandbox:
         stdin: bytes = b"",
         cwd: str | None = None,
     ) -> ExecResult:
+        """See Sandbox."""
         body = encode_exec(
             command,
             timeout_s=timeout_s,
@@ -72,18 +73,23 @@ class LocalSandbox:
         return ExecResult(exit_code=answer.status, stdout=answer.first, stderr=answer.second)
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """See Sandbox."""
         await self.put(gather(file_entries(self._absolute(path), data, mode)))
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        answer = await self._request(Operation.GET, encode_get(self._absolute(path), max_bytes), self._limits.request_s)
+        """See Sandbox."""
+        body = encode_get(self._absolute(path), max_bytes)
+        answer = await self._request(Operation.GET, body, self._limits.request_s)
         if answer.status == -errno.EFBIG:
             raise SandboxError(f"read {path}: longer than max_bytes={max_bytes}")
         return None if answer.status else answer.first
 
     async def upload_dir(self, source: Path, target: str) -> None:
+        """See Sandbox."""
         await self.put(gather(dir_entries(source, self._absolute(target))))
 
     async def kill_all(self) -> None:
+        """See Sandbox."""
         await self._request(Operation.KILL, b"", self._limits.request_s)
 
     async def put(self, bodies: Iterable[bytes]) -> None:
@@ -96,6 +102,7 @@ class LocalSandbox:
                 raise SandboxDied(f"write {path} inside: {os.strerror(-answer.status)}")
 
     async def stop(self) -> None:
+        """See Sandbox."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)

@@ -29,6 +29,7 @@ class _Architecture(NamedTuple):
     audit: int
     clone: int
     socket: int
+    prlimit64: int
     denied: dict[str, int]
 
 
@@ -44,6 +45,7 @@ _X86_64 = _Architecture(
     audit=0xC000003E,
     clone=56,
     socket=41,
+    prlimit64=302,
     denied={
         "modify_ldt": 154, "pivot_root": 155, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165,
         "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171,
@@ -58,6 +60,7 @@ _AARCH64 = _Architecture(
     audit=0xC00000B7,
     clone=220,
     socket=198,
+    prlimit64=261,
     denied={
         "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60, "acct": 89, "kexec_load": 104,
         "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116, "reboot": 142,
@@ -86,7 +89,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     ]
     for number in sorted([*arch.denied.values(), *_DENIED_EVERYWHERE.values()]):
         program += _when(_JUMP_EQUAL, number, _error(errno.EPERM))
-    program += _clone(arch.clone) + _socket(arch.socket)
+    program += _clone(arch.clone) + _socket(arch.socket) + _prlimit(arch.prlimit64)
     program.append(_instruction(_RETURN, _ALLOW))
     return b"".join(program)
 
@@ -109,6 +112,16 @@ def _socket(number: int) -> list[bytes]:
         _instruction(_LOAD, _ARG0_AT),
         *families,
         refuse,
+    ]
+
+
+def _prlimit(number: int) -> list[bytes]:
+    """Of itself only (pid 0): the agent has the same user, and a CPU limit would kill it."""
+    return [
+        _instruction(_JUMP_EQUAL, number, otherwise=4),
+        _instruction(_LOAD, _ARG0_AT),
+        *_when(_JUMP_EQUAL, 0, _ALLOW),
+        _instruction(_RETURN, _error(errno.EPERM)),
     ]
 
 

@@ -76,7 +76,7 @@ class Slot:
             problem = f"no answer in {self._config.deadline_s} s"
         if problem:
             self.is_broken = True
-            raise SandboxRefused(f"park a launcher: {problem}; run as root, or with user namespaces and allow_soft_limits")
+            raise SandboxRefused(f"park a launcher: {problem}; run as root, or opt in to allow_soft_limits")
 
     def start(self, args: Sequence[str], limits: BoxLimits, fds: tuple[int, int]) -> None:
         """Starts a box with these bwrap arguments; `fds`: its control socket and its stderr. Raises SandboxError."""

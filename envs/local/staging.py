@@ -1,7 +1,8 @@
 """The files that a box is started with: bubblewrap, the compiled agent and launcher, the seccomp filter.
 
-Invariant: a staged directory is complete or absent, named by the hash of what it was made from, never changed afterwards.
-An unprivileged host user can reach it, which a virtual environment under /root is not. Called by envs/local/provider.py.
+Invariant: a staged directory is complete or absent, is named by the hash of what it was made from and never changes.
+The unprivileged user that boxes run as can reach it, unlike an environment under /root.
+Called by envs/local/provider.py.
 """
 
 import hashlib

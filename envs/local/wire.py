@@ -19,13 +19,16 @@ _ANSWER = struct.Struct("=IIIiII")
 _TWO = struct.Struct("=II")
 _FOUR = struct.Struct("=IIII")
 
-_PLAIN_WORD = re.compile(r"(?:[A-Za-z0-9_@%+:,./=-]|'[^']*')+")
+_PROGRAM = re.compile(r" *(?:exec +)?(tmux|[A-Za-z0-9_@%+:,.-]*/[A-Za-z0-9_@%+:,./-]*)(?= |$)")
+"""A path, or the one program that is no shell builtin and is called all the time."""
+_PIECE = re.compile(r"""( +)|([A-Za-z0-9_@%+:,./=-]+)|'([^']*)'|"([^"$`\\!]*)"|\\([^\n])""")
 _MAX_WORDS = 256
-_PLAIN_PROGRAMS = ("tmux",)
-"""Programs that are no shell builtin and are called often."""
+_MAX_REQUEST_BYTES = 8 << 20
 
 
 class Operation(IntEnum):
+    """What is asked of the agent; READY is its own first word."""
+
     READY = 0
     EXEC = 1
     PUT = 2
@@ -53,25 +56,39 @@ class Answer(NamedTuple):
 def encode_exec(
     command: str, *, timeout_s: float, max_output: int, cwd: str, stdin: bytes, env: Mapping[str, str]
 ) -> bytes:
-    """The body of EXEC. Raises ValueError for a NUL byte in a string."""
+    """The body of EXEC. Raises ValueError for a NUL byte in a string, or over 8 MiB in all."""
     words = plain_words(command)
     strings = [*words, *(f"{key}={value}" for key, value in env.items())]
-    head = _FOUR.pack(max(1, min(int(timeout_s * 1000), 2**31)), max_output, len(words), len(strings) - len(words))
-    return b"".join([head, _text(cwd), _text(command), _WORD.pack(len(stdin)), stdin, *map(_text, strings)])
+    timeout_ms = max(1, int(min(timeout_s * 1000, 2**31)))
+    head = _FOUR.pack(timeout_ms, max_output, len(words), len(strings) - len(words))
+    body = b"".join([head, _text(cwd), _text(command), _WORD.pack(len(stdin)), stdin, *map(_text, strings)])
+    if len(body) > _MAX_REQUEST_BYTES:
+        raise ValueError(f"a command with its stdin must be under 8 MiB, got {len(body)} bytes; write a file first")
+    return body
 
 
 def plain_words(command: str) -> list[str]:
-    """The words of a command that means the same without a shell, which saves 1 ms of starting one; else [].
+    r"""The words of a command that means the same without a shell, which saves 1 ms of starting one; else [].
 
-    "/usr/bin/printf 'a b' c" -> ["/usr/bin/printf", "a b", "c"]; "echo $HOME" -> [].
+    "/usr/bin/printf 'a b' \;" -> ["/usr/bin/printf", "a b", ";"]; "echo $HOME" -> [].
     """
-    words = _PLAIN_WORD.findall(command)
-    if not words or len(words) > _MAX_WORDS or " ".join(words) != command:
+    start = _PROGRAM.match(command)
+    if start is None:
         return []
-    program = words[0]
-    if ("/" not in program and program not in _PLAIN_PROGRAMS) or "=" in program or "'" in program:
-        return []
-    return [word.replace("'", "") for word in words]
+    words, at, is_inside = [start[1]], start.end(), False
+    while at < len(command):
+        piece = _PIECE.match(command, at)
+        if piece is None:
+            return []  # a shell must read it
+        at = piece.end()
+        if piece[1]:
+            is_inside = False
+        elif is_inside:
+            words[-1] += piece[piece.lastindex or 0]
+        else:
+            words.append(piece[piece.lastindex or 0])
+            is_inside = True
+    return words if len(words) <= _MAX_WORDS else []
 
 
 def encode_put(kind: Kind, path: str, data: bytes = b"", *, mode: int = 0o755) -> bytes:
@@ -122,6 +139,11 @@ class Connection(asyncio.Protocol):
         finally:
             self._waiting.pop(identifier, None)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether a socket was given to this connection, which then closes it."""
+        return self._transport is not None
+
     def close(self) -> None:
         """Ends the connection, and with it the agent and the box."""
         self.is_open = False
@@ -129,11 +151,13 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
         received = self._received
         received += data
         at = 0
@@ -143,8 +167,8 @@ class Connection(asyncio.Protocol):
             if len(received) < end:
                 break
             middle = at + _ANSWER.size + first
-            answer = Answer(status, bytes(received[at + _ANSWER.size : middle]), bytes(received[middle : middle + second]))
-            self._resolve(operation, identifier, answer)
+            parts = bytes(received[at + _ANSWER.size : middle]), bytes(received[middle : middle + second])
+            self._resolve(operation, identifier, Answer(status, *parts))
             at = end
         del received[:at]
 
@@ -154,6 +178,7 @@ class Connection(asyncio.Protocol):
             future.set_result(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
         self.is_open = False
         for future in [self.ready, *self._waiting.values()]:
             if not future.done():
