@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from recipes.run import run_until_interrupted
+from recipes.interrupt import run_until_interrupted
 
 C = TypeVar("C")
 

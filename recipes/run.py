@@ -1,0 +1,150 @@
+"""The run directory: what a recipe was asked, where it ran, what it measured and what came out.
+
+    config.json     resolved config, git revision, package versions, hardware; one entry for each restart
+    metrics.jsonl   one line a step       tb/   the same as TensorBoard events
+    summary.json    results, merged as they come       error.txt   traceback of the error that ended it
+
+Invariant: one process at a time uses a directory, and a directory holds one config. Called by every recipe.
+"""
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from recipes.event_log import EventLog
+from recipes.progress import Bar, ProgressDisplay
+from recipes.record import code_revision, differences, hardware, package_versions, to_json
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """An open run directory; made by `Run.open`."""
+
+    def __init__(self, directory: Path, events: EventLog, display: ProgressDisplay) -> None:
+        self.directory = directory
+        self.step = 0
+        """Last step that was logged; 0 before the first."""
+        self._events = events
+        self._display = display
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        directory: Path,
+        config: Any,
+        *,
+        wandb: bool = False,
+        resume: bool = True,
+        may_differ: Collection[str] = (),
+    ) -> Iterator[Self]:
+        """The run directory for the length of the block; an interrupted block says what is saved where.
+
+        ValueError when another process uses it, when it holds a run and `resume` is off, or when the config that it was
+        made with differs in a field that `may_differ` (dotted names) does not list.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        resolved = to_json(config)
+        with ExitStack() as stack:
+            stack.enter_context(_locked(directory))
+            _write_config(directory, resolved, resume=resume, may_differ=may_differ)
+            (directory / "error.txt").unlink(missing_ok=True)
+            events = EventLog(directory, resolved, wandb=wandb)
+            stack.callback(events.close)
+            display = ProgressDisplay()
+            stack.callback(display.stop)
+            with _reported(directory):
+                yield cls(directory, events, display)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records flat metrics of a step."""
+        self._events.log(step, metrics)
+        self.step = step
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Merges `values` into summary.json; a name given again replaces its value."""
+        path = self.directory / "summary.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        _write_json(path, before | to_json(values))
+
+    def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Bar]:
+        """A bar with rate and ETA for the length of a `with` block: `bar.advance()`."""
+        return self._display.bar(description, total)
+
+    def steps(self, total: int, *, start: int = 0) -> Iterator[int]:
+        """start, start + 1, ..., total - 1, with a bar."""
+        with self._display.bar("steps", total, completed=start) as bar:
+            for step in range(start, total):
+                yield step
+                bar.advance()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{directory} is in use by another process; wait for it or give another --run") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _reported(directory: Path) -> Iterator[None]:
+    """Says what is saved when the block is interrupted, and leaves the traceback of an error in the directory."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+        print(f"interrupted: what is done so far is saved in {directory}; the same command goes on", file=sys.stderr)
+        raise
+    except Exception:
+        (directory / "error.txt").write_text(traceback.format_exc())
+        raise
+
+
+def _write_config(directory: Path, resolved: Any, *, resume: bool, may_differ: Collection[str]) -> None:
+    path = directory / "config.json"
+    started = {"time": time.time(), "git": code_revision(), "packages": package_versions(), "hardware": hardware()}
+    if not path.exists():
+        _write_json(path, {"config": resolved, **started, "restarts": []})
+        return
+    if not resume:
+        raise ValueError(f"{directory} already holds a run; give another --run or remove it")
+    record = json.loads(path.read_text())
+    changed = [change for change in differences(record["config"], resolved) if not _listed(change[0], may_differ)]
+    if changed:
+        listed = "; ".join(f"{name} was {before!r}, is {after!r}" for name, before, after in changed)
+        raise ValueError(
+            f"{directory} holds a run of another config: {listed}. "
+            "Give another --run, the values it was made with, or remove the directory"
+        )
+    for name, before, after in differences(record["packages"], started["packages"]):
+        logger.warning("run=%s was made with %s %s, goes on with %s", directory, name, before, after)
+    record["restarts"].append(started)
+    _write_json(path, record)
+
+
+def _listed(name: str, may_differ: Collection[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in may_differ)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
