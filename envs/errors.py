@@ -6,6 +6,7 @@ EpisodeError
 +-- SandboxError        the sandbox could not be made, reached or kept by its provider -> sandbox_error
 |   +-- SandboxRefused  this machine cannot isolate; the message names the failed step, errno and remedy
 +-- SandboxDied         the sandbox died from inside: its policy killed it            -> agent_error
++-- MalformedReply      a reply cannot be parsed and the harness does not ask again   -> agent_error
 +-- HarnessTimeout      the agent's time is over                                      -> agent_timeout
 +-- TurnLimit           the Turn limit is reached                                     -> turn_limit
 +-- ContextLimit        the next prompt does not fit the context                      -> context_limit
@@ -36,6 +37,12 @@ class SandboxRefused(SandboxError):
 
 class SandboxDied(EpisodeError):
     """The sandbox died from inside: its policy killed it."""
+
+    outcome = Outcome.AGENT_ERROR
+
+
+class MalformedReply(EpisodeError):
+    """A reply cannot be parsed, and the harness is configured not to ask again."""
 
     outcome = Outcome.AGENT_ERROR
 

@@ -39,9 +39,12 @@ class Conversation(Protocol):
 
 
 class Harness(Protocol):
-    """`name` appears in provenance."""
+    """What turns replies into actions."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Appears in provenance."""
+        ...
 
     async def run(self, task: Task, sandbox: Sandbox, conversation: Conversation) -> None:
         """Plays the Task until it is completed; every other ending is an EpisodeError."""
