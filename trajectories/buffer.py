@@ -78,12 +78,11 @@ class GroupBuffer:
         refill: bool = False,
         min_valid: int = 2,
         treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
-        forks: Mapping[int, int] | None = None,
     ) -> None:
         """`version` is what every server serves now.
 
         `refill` gives Groups without gradient back (fewer than `min_valid` valid members, or zero variance) instead of
-        keeping them. `forks` tells, for each earlier lineage, the last n whose weights are ancestors of this one.
+        keeping them.
         """
         if groups_per_step < 1 or max_staleness < 0 or min_valid < 1:
             raise ValueError(
@@ -101,7 +100,7 @@ class GroupBuffer:
         self._refill = refill
         self._min_valid = min_valid
         self._treatments = treatments
-        self._forks = dict(forks or {})
+        self._forks: dict[int, int] = {}  # earlier lineage -> the last n whose weights these descend from
         self._live: dict[str, _Live] = {}  # in the order of admission
         self._given_back: Counter[str] = Counter()
         self._stale_by_tokens: Counter[int] = Counter()

@@ -208,6 +208,8 @@ def test_every_acknowledged_group_survives_a_writer_killed_while_appending(tmp_p
             assert writer.stdout is not None
             for _ in range(50 + 13 * lives):
                 acknowledged = int(writer.stdout.readline())
+            seen = [group.id for _, group in scan(tmp_path / str(lives))]  # while it writes
+            assert seen[: acknowledged + 1] == [f"g{index}" for index in range(acknowledged + 1)]
             writer.send_signal(signal.SIGKILL)
             rest = writer.stdout.read().split(b"\n")
             acknowledged = int(rest[-2]) if len(rest) > 1 else acknowledged
