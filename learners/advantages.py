@@ -13,7 +13,8 @@ Advantages = Callable[[Sequence[float | None]], list[float | None]]
 def leave_one_out(rewards: Sequence[float | None], min_valid: int = 2) -> list[float | None]:
     """Each valid reward minus the mean of the other valid rewards; None stays None.
 
-    A_i = r_i - mean of the others = (r_i - mean) * n / (n - 1) over the n valid members (RLOO, arXiv 2402.14740, eq. 9).
+    A_i = r_i - mean of the others = (r_i - mean) * n / (n - 1) over the n valid members (RLOO,
+    arXiv 2402.14740, eq. 9).
     Fewer than `min_valid` valid members, or equal rewards, give 0.0 to each: no gradient.
 
     rewards [1, 0, 0] -> advantages [1.0, -0.5, -0.5]; [1, None, 0] -> [1.0, None, -1.0]

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 PACKED_ATTENTION = "thresher_packed"
 BUCKET_FILL = 0.85
-"""A Sample shorter than this share of its bucket's longest opens the next bucket: at most 15% of a bucket is padding."""
+"""A Sample shorter than this share of its bucket's longest opens the next bucket: padding stays under 15%."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,25 +118,33 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each Sample: query [1, heads, T, dim], key and value [1, kv heads, T, dim] -> [1, T, heads, dim]."""
+    """[1, T, heads, dim]: causal attention inside each Sample.
+
+    query [1, heads, T, dim], key and value [1, kv heads, T, dim].
+    """
     if sliding_window is not None and layout.lengths and sliding_window < layout.lengths[0]:
         raise ValueError(
-            f"sliding-window attention ({sliding_window} tokens) is not supported for Samples of {layout.lengths[0]} tokens; "
+            f"a sliding window of {sliding_window} tokens is not supported for Samples of {layout.lengths[0]}; "
             "lower the context limit below the window"
         )
     flat_query, flat_key, flat_value = (states[0].transpose(0, 1) for states in (query, key, value))
     outputs = [
-        _attend(bucket, *(states[bucket.start : bucket.stop] for states in (flat_query, flat_key, flat_value)), scaling)
+        _attend(bucket, flat_query[rows], flat_key[rows], flat_value[rows], scaling)
         for bucket in layout.buckets
+        for rows in [slice(bucket.start, bucket.stop)]
     ]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """[N, heads, dim] attended within each Sample of one bucket."""
-    padded = [_pad(states, bucket) for states in (query, key, value)]
     attended = F.scaled_dot_product_attention(
-        *padded, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+        _pad(query, bucket),
+        _pad(key, bucket),
+        _pad(value, bucket),
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     rows = attended.transpose(1, 2).reshape(bucket.num_samples * bucket.longest, *query.shape[1:])
     return rows if bucket.slots is None else _Gather.apply(rows, bucket.slots)

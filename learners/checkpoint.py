@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 COMPLETE = "COMPLETE"
 """Marker file, written last; holds the progress and what the weights look like."""
@@ -42,9 +42,10 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    _fill_moments(optimizer)
     state = _state(weights, optimizer)
     state[f"rng/{rank}"] = torch.get_rng_state()
-    dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
     dist.barrier()
     if rank == 0:
         marker = {"format": FORMAT, "shapes": _shapes_digest(weights), "progress": dict(progress)}
@@ -72,7 +73,7 @@ def load_checkpoint(
         )
     if f"rng/{rank}" in saved:
         state[f"rng/{rank}"] = torch.get_rng_state()
-    dcp.load(state, storage_reader=reader)
+    state_dict_loader.load(state, storage_reader=reader)
     if f"rng/{rank}" in state:
         torch.set_rng_state(state[f"rng/{rank}"])
     return marker["progress"]

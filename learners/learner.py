@@ -111,7 +111,7 @@ class Learner:
         return sequences
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of `ids` after the first at temperature 1: len(ids) - 1 floats, the same on each rank."""
+        """Log-probability of each of `ids` after the first, at temperature 1: len(ids) - 1 floats."""
         mask = np.arange(len(ids)) > 0
         sample = Sample(ids=np.asarray(ids, np.int32), mask=mask, logprobs=np.zeros(len(ids), np.float32))
         batch = pack([WeightedSample(sample=sample, advantage=0.0, weight=0.0)], self._device)

@@ -89,7 +89,7 @@ SUMMED = ("num_tokens", "loss", "entropy", "gap", "ratio", "ratio_squared", "cli
 def metric_sums(
     loss: TokenLoss, weights_N: Tensor, logprobs_N: Tensor, behaviour_N: Tensor, entropy_N: Tensor
 ) -> Tensor:
-    """[len(SUMMED)] float64 sums over these tokens; add them over micro-batches and ranks before `metrics_from_sums`."""
+    """[len(SUMMED)] float64 sums over these tokens, to be added over micro-batches and ranks."""
     zero = torch.zeros((), dtype=torch.float64)
     sums = {
         "num_tokens": torch.tensor(float(logprobs_N.numel()), dtype=torch.float64),

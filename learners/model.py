@@ -42,7 +42,7 @@ class PolicyNetwork(nn.Module):
         ).last_hidden_state[0]
         return token_logprobs(
             hidden_TH[batch.predictors_N],
-            self.causal_lm.get_output_embeddings().weight,
+            self.causal_lm.lm_head.weight,
             batch.targets_N,
             temperature=temperature,
             chunk_tokens=self._chunk_tokens,
@@ -78,7 +78,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def reshard(network: PolicyNetwork) -> None:
-    """Frees gathered parameters; after a forward without backward they would be used again, stale, after the next step."""
+    """Frees gathered parameters, lest those of a forward without backward serve again, stale, after the next step."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -97,12 +97,18 @@ def _freeze(causal_lm: PreTrainedModel, names: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
+def _layers(network: PolicyNetwork) -> nn.ModuleList:
+    layers = network.causal_lm.get_decoder().layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 def _shard(network: PolicyNetwork, config: LearnerConfig, world_size: int) -> None:
     mesh = init_device_mesh(_device().type, (world_size,))
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[config.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    for layer in network.causal_lm.get_decoder().layers:
+    for layer in _layers(network):
         fully_shard(layer, **options)
     fully_shard(network, **options)

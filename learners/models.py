@@ -47,7 +47,7 @@ def make_tiny_model(
     frames: Sequence[str] = TERMINUS_FRAMES,
     vocabulary_size: int = VOCABULARY_SIZE,
 ) -> Path:
-    """Writes an untrained 0.43M-parameter Qwen3 and a byte-level BPE tokenizer trained on `corpus`; returns `directory`.
+    """Writes an untrained 0.43M-parameter Qwen3 and a tokenizer trained on `corpus` to `directory`, which it returns.
 
     Each of `frames` becomes one token wherever it occurs, so that fixed text around the varying part of a reply costs
     one step to sample and learn.
@@ -55,6 +55,8 @@ def make_tiny_model(
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = _wrap(train_tokenizer(corpus, frames=frames, vocabulary_size=vocabulary_size))
+    end_id = tokenizer.convert_tokens_to_ids(END)
+    assert isinstance(end_id, int)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -67,14 +69,14 @@ def make_tiny_model(
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=end_id,
         pad_token_id=None,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = end_id
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     _move(partial, directory)

@@ -6,6 +6,7 @@ fetch the tokens. No torch.
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -172,11 +173,11 @@ def balanced_bins(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) ->
     """Indices of `lengths` in bins of at most `max_tokens`, a multiple of `num_ranks` of them, of nearly equal load.
 
     Bins come heaviest first, so that the ranks' k-th micro-batches (bins k * num_ranks and on) weigh about the same.
-    lengths [3, 3, 2], 2 ranks, 8 tokens -> [[1, 2], [0]]
+    lengths [3, 3, 2], 2 ranks, 8 tokens -> [[0, 2], [1]]
     """
     if lengths and max(lengths) > max_tokens:
         raise ValueError(f"a Sample of {max(lengths)} tokens exceeds max_tokens={max_tokens}; raise learner.max_tokens")
-    num_bins = -(-(-(-sum(lengths) // max_tokens)) // num_ranks) * num_ranks
+    num_bins = math.ceil(sum(lengths) / max_tokens / num_ranks) * num_ranks
     while (bins := _spread(lengths, num_bins, max_tokens)) is None:
         num_bins += num_ranks
     return bins

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -24,7 +25,7 @@ def init_process_group(
     if world_size > 1 and address is None:
         raise ValueError(f"{world_size} ranks need an address to meet at: tcp://host:port or file:///path")
     if address is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout)
     return dist.get_world_size()

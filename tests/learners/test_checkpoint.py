@@ -1,0 +1,88 @@
+"""Checkpoints resume bit for bit, and what is not a whole checkpoint of this model is refused by name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from learners.checkpoint import COMPLETE, CheckpointError
+from learners.config import LearnerConfig, LossConfig, LossKind, Schedule
+from learners.learner import Learner
+from learners.models import make_tiny_model
+from learners.plan import RankPlan
+from tests.learners.conftest import make_samples
+from tests.learners.test_learner import sft_plan
+
+SFT = LossConfig(kind=LossKind.CROSS_ENTROPY)
+CONFIG = LearnerConfig(lr=1e-2, schedule=Schedule.COSINE, warmup_steps=2, total_steps=8)
+
+
+def losses(learner: Learner, plan: RankPlan, store: Path, num_steps: int) -> list[float]:
+    curve = []
+    for _ in range(num_steps):
+        curve.append(learner.forward_backward(plan, SFT, store)["train/loss"])
+        learner.optim_step()
+    return curve
+
+
+def test_a_resumed_run_has_the_loss_curve_of_the_uninterrupted_one(tiny_model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    plan = sft_plan(store, make_samples([30, 20, 40])).ranks[0]
+    whole = Learner(CONFIG, model=tiny_model)
+    losses(whole, plan, store, 3)
+    whole.save(tmp_path / "checkpoint")
+    rest = losses(whole, plan, store, 4)
+    resumed = Learner(CONFIG, model=tiny_model)
+    losses(resumed, plan, store, 1)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.step == 3
+    assert losses(resumed, plan, store, 4) == rest
+    for (name, ours), (_, theirs) in zip(resumed.export_weights(), whole.export_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_loading_restores_the_random_state(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.save(tmp_path / "checkpoint")
+    drawn = torch.rand(3)
+    learner.load(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_torn_checkpoint_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / COMPLETE).unlink()
+    with pytest.raises(CheckpointError, match="checkpoint is not a complete checkpoint"):
+        learner.load(tmp_path / "checkpoint")
+
+
+def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.save(tmp_path / "checkpoint")
+    learner.step = 5
+    learner.save(tmp_path / "checkpoint")
+    learner.step = 0
+    learner.load(tmp_path / "checkpoint")
+    assert learner.step == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", ["a b c"], vocabulary_size=270)
+    Learner(CONFIG, model=other).save(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="other names or shapes"):
+        Learner(CONFIG, model=tiny_model).load(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_without_the_moments_of_a_now_trained_parameter_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    frozen = Learner(LearnerConfig(freeze=("embed_tokens",)), model=tiny_model)
+    store = tmp_path / "store"
+    losses(frozen, sft_plan(store, make_samples([9])).ranks[0], store, 1)
+    frozen.save(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="was `freeze` changed"):
+        Learner(LearnerConfig(), model=tiny_model).load(tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "checkpoint")

@@ -1,0 +1,218 @@
+"""The Learner on one rank against a plain loop on the same numbers."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learners.config import LearnerConfig, LossConfig, LossKind, Schedule
+from learners.learner import Learner
+from learners.model import full_tensor
+from learners.optimizer import NonFiniteGradients, learning_rate
+from learners.plan import BatchPlan, RankPlan, SampleRef, plan_samples
+from tests.learners.conftest import make_samples, store_samples
+from tests.learners.reference import PlainLearner
+from trajectories.samples import Sample
+
+LENGTHS = [33, 5, 64, 61, 2, 60, 17, 40]
+SFT = LossConfig(kind=LossKind.CROSS_ENTROPY)
+
+
+def sft_plan(store: Path, samples: list[Sample], max_tokens: int = 128) -> BatchPlan:
+    return plan_samples(store_samples(store, samples), num_ranks=1, max_tokens=max_tokens)
+
+
+def with_advantages(plan: BatchPlan, advantages: list[float]) -> RankPlan:
+    def give(ref: SampleRef) -> SampleRef:
+        fields = {name: getattr(ref, name) for name in ref.__slots__}
+        return SampleRef(**fields | {"advantage": advantages[ref.index]})
+
+    batches = plan.ranks[0].micro_batches
+    return RankPlan(micro_batches=tuple(tuple(give(ref) for ref in batch) for batch in batches))
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    weights = learner._network.named_weights()
+    return {name: full_tensor(p.grad) for name, p in weights if p.grad is not None}
+
+
+def assert_same_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        error = float((ours[name] - gradient).norm() / gradient.norm())
+        assert error < 1e-4, f"{name}: relative error {error}"
+
+
+def test_sft_gradients_equal_those_of_transformers_on_whole_logits(tiny_model: Path, tmp_path: Path) -> None:
+    samples = make_samples(LENGTHS)
+    learner = Learner(LearnerConfig(chunk_tokens=20), model=tiny_model)
+    plain = PlainLearner(tiny_model, lr=1.0)
+    plan = sft_plan(tmp_path, samples)
+    metrics = learner.forward_backward(plan.ranks[0], SFT, tmp_path)
+    assert metrics["train/loss"] == pytest.approx(plain.cross_entropy(samples), rel=1e-6)
+    assert metrics["train/num_tokens"] == sum(sample.mask.sum() for sample in samples)
+    assert len(plan.ranks[0].micro_batches) > 1
+    assert_same_gradients(gradients(learner), plain.gradients())
+
+
+def test_clipped_gradients_equal_those_of_transformers_on_whole_logits(tiny_model: Path, tmp_path: Path) -> None:
+    samples = make_samples(LENGTHS)
+    advantages = [1.0, -0.5, 0.25, -1.0, 2.0, 1.0, -3.0, 0.5]
+    learner, plain = Learner(LearnerConfig(), model=tiny_model), PlainLearner(tiny_model, lr=1.0)
+    plan = sft_plan(tmp_path, samples)
+    metrics = learner.forward_backward(with_advantages(plan, advantages), LossConfig(), tmp_path)
+    assert metrics["train/loss"] == pytest.approx(plain.clipped(samples, advantages, plan.num_tokens), rel=1e-5)
+    assert 0 < metrics["train/clip_fraction"] < 1
+    assert_same_gradients(gradients(learner), plain.gradients())
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_three_steps_equal_a_plain_loop(tiny_model: Path, tmp_path: Path, activation_checkpointing: bool) -> None:
+    samples = make_samples(LENGTHS)
+    config = LearnerConfig(lr=1e-3, max_grad_norm=0.5, activation_checkpointing=activation_checkpointing)
+    learner, plain = Learner(config, model=tiny_model), PlainLearner(tiny_model, lr=1e-3)
+    plan = sft_plan(tmp_path, samples).ranks[0]
+    for _ in range(3):
+        ours = learner.forward_backward(plan, SFT, tmp_path) | learner.optim_step()
+        assert ours["train/loss"] == pytest.approx(plain.cross_entropy(samples), abs=1e-6)
+        assert ours["optim/grad_norm"] == pytest.approx(plain.step(0.5), rel=1e-5)
+    exported = dict(learner.export_weights())
+    for name, parameter in plain.model.named_parameters():
+        # AdamW's first steps divide a gradient by its own size: rounding of near-zero ones is amplified up to lr.
+        torch.testing.assert_close(exported[name], parameter.detach(), rtol=0, atol=5e-6)
+
+
+def test_splitting_a_step_over_micro_batches_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    samples = make_samples(LENGTHS)
+    results = []
+    for max_tokens in (64, 300):
+        learner = Learner(LearnerConfig(), model=tiny_model)
+        plan = sft_plan(tmp_path / str(max_tokens), samples, max_tokens)
+        metrics = learner.forward_backward(plan.ranks[0], SFT, tmp_path / str(max_tokens))
+        results.append((metrics["train/loss"], gradients(learner)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+def test_logprobs_follow_every_optimizer_step_and_equal_transformers(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig(lr=1e-2), model=tiny_model)
+    plan = sft_plan(tmp_path, make_samples([20])).ranks[0]
+    ids = [3, 1, 4, 1, 5, 9]
+    seen = [learner.logprobs(ids)]
+    for _ in range(2):
+        learner.forward_backward(plan, SFT, tmp_path)
+        learner.optim_step()
+        seen.append(learner.logprobs(ids))
+    assert seen[0] != seen[1] != seen[2]
+    plain = PlainLearner(tiny_model, lr=1.0)
+    plain.model.load_state_dict(dict(learner.export_weights()), strict=False)
+    mask = np.arange(6) > 0
+    sample = Sample(ids=np.array(ids, np.int32), mask=mask, logprobs=np.zeros(6, np.float32))
+    assert seen[2] == pytest.approx(plain.logprobs(sample).tolist(), abs=1e-5)
+
+
+def test_sequence_logprobs_are_the_sums_of_trained_tokens_in_the_order_of_the_plan(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    samples = make_samples(LENGTHS)
+    learner, plain = Learner(LearnerConfig(), model=tiny_model), PlainLearner(tiny_model, lr=1.0)
+    plan = sft_plan(tmp_path, samples)
+    ours = plan.in_given_order(learner.sequence_logprobs(plan.ranks[0], tmp_path))
+    assert ours == pytest.approx([float(plain.logprobs(sample).sum()) for sample in samples], abs=1e-4)
+
+
+def test_frozen_parameters_stay_as_they_were(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig(lr=1e-2, freeze=("embed_tokens",)), model=tiny_model)
+    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    learner.forward_backward(sft_plan(tmp_path, make_samples([30])).ranks[0], SFT, tmp_path)
+    learner.optim_step()
+    changed = {name for name, tensor in learner.export_weights() if not torch.equal(tensor, before[name])}
+    assert "model.embed_tokens.weight" not in changed
+    assert len(changed) == len(before) - 1
+
+
+def test_freezing_what_does_not_exist_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="freeze='wte' matches no parameter"):
+        Learner(LearnerConfig(freeze=("wte",)), model=tiny_model)
+
+
+def test_an_empty_step_is_skipped_and_counted(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig(), model=tiny_model)
+    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    metrics = learner.forward_backward(RankPlan(micro_batches=()), LossConfig(), tmp_path) | learner.optim_step()
+    assert metrics["optim/skipped"] == 1.0 and metrics["train/num_tokens"] == 0.0
+    assert learner.step == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.export_weights())
+
+
+def test_a_rank_without_samples_adds_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    samples = make_samples([20, 10])
+    plan = sft_plan(tmp_path, samples).ranks[0]
+    learners = [Learner(LearnerConfig(), model=tiny_model) for _ in range(2)]
+    padded = RankPlan(micro_batches=(*plan.micro_batches, ()))
+    metrics = [
+        learner.forward_backward(each, SFT, tmp_path) for learner, each in zip(learners, (plan, padded), strict=True)
+    ]
+    assert metrics[0] == metrics[1]
+    ours, theirs = (gradients(learner) for learner in learners)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig(max_nonfinite_steps=2), model=tiny_model)
+    sample = make_samples([12])[0]
+    plan = sft_plan(tmp_path, [sample])
+    poisoned = with_advantages(plan, [math.inf])
+    loss = LossConfig(kind=LossKind.REINFORCE)
+    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    learner.forward_backward(poisoned, loss, tmp_path)
+    assert learner.optim_step()["optim/skipped"] == 1.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.export_weights())
+    learner.forward_backward(plan.ranks[0], SFT, tmp_path)
+    assert learner.optim_step()["optim/skipped"] == 0.0
+    learner.forward_backward(poisoned, loss, tmp_path)
+    learner.optim_step()
+    learner.forward_backward(poisoned, loss, tmp_path)
+    with pytest.raises(NonFiniteGradients, match="2 times in a row"):
+        learner.optim_step()
+
+
+def test_bf16_compute_stays_close_and_exports_bf16(tiny_model: Path, tmp_path: Path) -> None:
+    samples = make_samples(LENGTHS)
+    from learners.config import Precision
+
+    learners = [Learner(LearnerConfig(precision=precision), model=tiny_model) for precision in Precision]
+    plan = sft_plan(tmp_path, samples).ranks[0]
+    losses = [learner.forward_backward(plan, SFT, tmp_path)["train/loss"] for learner in learners]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert {tensor.dtype for _, tensor in learners[1].export_weights()} == {torch.bfloat16}
+
+
+def test_the_tied_embedding_is_exported_once(tiny_model: Path) -> None:
+    names = [name for name, _ in Learner(LearnerConfig(), model=tiny_model).export_weights()]
+    assert len(names) == len(set(names))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        Learner(LearnerConfig(), model=tmp_path / "nowhere")
+
+
+def test_warm_up_then_each_schedule_by_hand() -> None:
+    def rates(schedule: Schedule, **options: float) -> list[float]:
+        config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6, **options)
+        return [learning_rate(config, step) for step in range(7)]
+
+    assert rates(Schedule.CONSTANT) == [0.5, 1, 1, 1, 1, 1, 1]
+    assert rates(Schedule.LINEAR) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+    half = math.cos(math.pi / 4) / 2
+    assert rates(Schedule.COSINE) == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half, 0])
+    assert rates(Schedule.LINEAR, final_lr_ratio=0.2)[-1] == pytest.approx(0.2)
+
+
+def test_a_schedule_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="cosine schedule needs total_steps > warmup_steps"):
+        LearnerConfig(schedule=Schedule.COSINE)
