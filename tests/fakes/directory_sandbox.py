@@ -1,20 +1,29 @@
-"""A Sandbox that is a plain directory: real bash, no isolation, for commands that this repository wrote.
+"""A Sandbox that is a plain directory: real bash, NO isolation, for commands that this repository wrote.
 
 The Task's paths (/app, /tests, /logs) are rewritten to lie under the directory, in commands and in uploaded files.
+It keeps the same contract as a real one (tests/contracts/sandbox.py).
 """
 
 import asyncio
+import contextlib
 import os
 import re
+import selectors
 import shutil
+import signal
+import subprocess
+import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from envs.errors import SandboxError
 from envs.sandbox import ExecResult
 from envs.task import Task
 
 _INSIDE = re.compile(r"(?<![\w.}/])/(app|tests|logs|solution|\.tests-)")
+_MAX_OUTPUT_BYTES = 1 << 20
 
 
 class DirectorySandbox:
@@ -24,6 +33,8 @@ class DirectorySandbox:
         self.root = root
         self.workdir = "/app"
         self.calls: list[str] = []
+        self._running: set[int] = set()
+        self._is_stopped = False
         (root / "app").mkdir(parents=True)
 
     async def exec(
@@ -35,57 +46,109 @@ class DirectorySandbox:
         stdin: bytes = b"",
         cwd: str | None = None,
     ) -> ExecResult:
-        self.calls.append("exec")
-        process = await asyncio.create_subprocess_exec(
-            "bash",
-            "-c",
-            self._outside(command),
-            cwd=self._path(cwd or self.workdir),
-            env={"PATH": os.environ["PATH"], **(env or {})},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._check("exec")
+        variables = {"PATH": os.environ["PATH"], **(env or {})}
+        with tempfile.TemporaryFile() as given:
+            given.write(stdin)
+            given.seek(0)
+            process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, in tests
+                ["bash", "-c", self._outside(command)],
+                cwd=self._path(cwd or self.workdir),
+                env=variables,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._running.add(process.pid)
         try:
-            stdout, stderr = await asyncio.wait_for(process.communicate(stdin), timeout_s)
-        except TimeoutError:
-            os.killpg(process.pid, 9)
-            await process.wait()
-            return ExecResult(exit_code=124, stdout=b"", stderr=b"")
-        return ExecResult(exit_code=process.returncode or 0, stdout=stdout, stderr=stderr)
+            return await asyncio.to_thread(_finish, process, time.monotonic() + timeout_s)
+        except asyncio.CancelledError:
+            _kill(process.pid)
+            raise
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        self.calls.append("write_file")
+        self._check("write_file")
         target = self._path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
         target.chmod(mode)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        self.calls.append("read_file")
+        self._check("read_file")
         target = self._path(path)
-        return target.read_bytes()[:max_bytes] if target.is_file() else None
+        if target.is_file() and target.stat().st_size > max_bytes:
+            raise SandboxError(f"read {path}: longer than max_bytes={max_bytes}")
+        return target.read_bytes() if target.is_file() else None
 
     async def upload_dir(self, source: Path, target: str) -> None:
-        self.calls.append("upload_dir")
+        self._check("upload_dir")
+        for path in source.rglob("*"):
+            if path.is_symlink():
+                raise SandboxError(f"{path} is a link")
         shutil.copytree(source, self._path(target), dirs_exist_ok=True)
         for path in self._path(target).rglob("*"):
             if path.is_file():
                 path.write_text(self._outside(path.read_text()))
 
     async def kill_all(self) -> None:
-        self.calls.append("kill_all")
+        self._check("kill_all")
+        self._kill_all()
 
     async def stop(self) -> None:
         self.calls.append("stop")
+        self._is_stopped = True
+        self._kill_all()
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _check(self, call: str) -> None:
+        self.calls.append(call)
+        if self._is_stopped:
+            raise SandboxError("the sandbox is stopped")
+
+    def _kill_all(self) -> None:
+        for pid in self._running:
+            _kill(pid)
+        self._running.clear()
 
     def _path(self, path: str) -> Path:
         return self.root / path.lstrip("/")
 
     def _outside(self, text: str) -> str:
         return _INSIDE.sub(lambda match: f"{self.root}/{match[1]}", text)
+
+
+def _finish(process: "subprocess.Popen[bytes]", deadline: float) -> ExecResult:
+    """Waits for the process, not for what it left in the background, and keeps the start of its output."""
+    kept = {1: bytearray(), 2: bytearray()}
+    is_late = False
+    assert process.stdout and process.stderr
+    with process.stdout, process.stderr, selectors.DefaultSelector() as selector:
+        for number, stream in ((1, process.stdout), (2, process.stderr)):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, number)
+        while process.poll() is None:
+            if not is_late and time.monotonic() > deadline:
+                is_late = True
+                _kill(process.pid)
+            _read(selector, kept, 0.005)
+        _read(selector, kept, 0)
+    code = process.returncode
+    exit_code = 124 if is_late else code if code >= 0 else 128 - code
+    return ExecResult(exit_code=exit_code, stdout=bytes(kept[1]), stderr=bytes(kept[2]))
+
+
+def _read(selector: selectors.BaseSelector, kept: dict[int, bytearray], timeout_s: float) -> None:
+    for key, _ in selector.select(timeout_s):
+        data = os.read(key.fd, 1 << 20)
+        if not data:
+            selector.unregister(key.fileobj)
+        kept[key.data] += data[: _MAX_OUTPUT_BYTES - len(kept[key.data])]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class DirectoryProvider:
