@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 _WORD = struct.Struct("=I")
 _REQUEST = struct.Struct("=III")
@@ -152,8 +152,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of asyncio's
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
