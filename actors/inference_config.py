@@ -1,0 +1,153 @@
+"""How an inference server and its pool are set up.
+
+Invariant: a config that was built is valid, and `check_model` refuses a wrong path before any process starts.
+Built by recipes, read by actors/inference_server.py and actors/inference_pool.py; imports neither Ray, vLLM nor torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class DType(StrEnum):
+    """Number format of weights and activations in the engine."""
+
+    AUTO = "auto"
+    """The one that the model's config.json names."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class UpdateMode(StrEnum):
+    """What happens to the requests in flight while weights are replaced."""
+
+    KEEP = "keep"
+    """They freeze, and go on with the new weights on the tokens and caches they have."""
+    WAIT = "wait"
+    """They finish with the old weights first; nothing new starts meanwhile."""
+    ABORT = "abort"
+    """They are dropped; their requests fail over as if the server had gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """One inference server: a vLLM engine in one actor."""
+
+    dtype: DType = DType.AUTO
+    max_model_len: int = 2048
+    """Longest prompt plus reply, in tokens."""
+    max_num_seqs: int = 128
+    """Sequences decoded at once; further requests queue in the server."""
+    kv_cache_gb: float = 0.5
+    """KV cache of a CPU engine, in GiB; on GPUs `engine_args["gpu_memory_utilization"]` rules."""
+    threads: int = 1
+    """OpenMP threads of a CPU engine. 1 is fastest for tiny models, and wherever other processes share the cores."""
+    tensor_parallel_size: int = 1
+    num_cpus: float = 0.0
+    """CPU cores to reserve in Ray's scheduler."""
+    num_gpus: int = 0
+    """GPUs to reserve in Ray's scheduler; 0 serves on CPU."""
+    enforce_eager: bool = True
+    """No compilation and no CUDA graphs: quick start."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further vLLM engine arguments, by their vLLM names; they win over the fields above."""
+    worker_extension: str = "actors.weight_extension.WeightExtension"
+    """Class that loads and reads back weights inside vLLM's worker."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "threads", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.kv_cache_gb <= 0:
+            raise ValueError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}")
+        if self.num_gpus not in (0, self.tensor_parallel_size):
+            raise ValueError(
+                f"num_gpus must be 0 (CPU) or tensor_parallel_size={self.tensor_parallel_size}, got {self.num_gpus}"
+            )
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the server's process needs before vLLM is imported."""
+        common = {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self.num_gpus:
+            return common
+        return common | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.tensor_parallel_size == 1 else "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(self.threads),
+        }
+
+    def resolved_engine_args(self, model: Path) -> dict[str, Any]:
+        """Keyword arguments of vLLM's AsyncEngineArgs for the weights in directory `model`."""
+        args: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": (saved_dtype(model) if self.dtype is DType.AUTO else self.dtype).value,
+            "max_model_len": self.max_model_len,
+            # One slot more than requests are admitted, so that a probe never waits behind them.
+            "max_num_seqs": self.max_num_seqs + 1,
+            "enforce_eager": self.enforce_eager,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": self.worker_extension,
+            "disable_log_stats": True,
+        }
+        if self.num_gpus == 0:
+            args["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)
+            args["distributed_executor_backend"] = "uni" if self.tensor_parallel_size == 1 else "mp"
+        return args | dict(self.engine_args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferencePoolConfig:
+    """A pool of equal inference servers."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    num_servers: int = 1
+    start_timeout_s: float = 300.0
+    """Deadline for all servers to be up."""
+    request_timeout_s: float = 300.0
+    """Deadline of one sample, retries included."""
+    max_attempts: int = 4
+    """How many servers one sample may try before its rollout gets a sampler_error."""
+    health_interval_s: float = 2.0
+    """Seconds between health checks."""
+    health_timeout_s: float = 60.0
+    """A server silent for this long counts as dead."""
+    max_restarts: int = 8
+    """How often a dead server is restarted."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_servers", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("start_timeout_s", "request_timeout_s", "health_interval_s", "health_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+def check_model(model: Path) -> Path:
+    """`model` as an absolute path; ValueError when it is not a directory that vLLM can load."""
+    if not model.is_dir():
+        raise ValueError(f"model path {model} does not exist: give a local directory with a saved model")
+    for what, pattern in (("config.json", "config.json"), ("weights", "*.safetensors")):
+        if not any(model.glob(pattern)):
+            raise ValueError(f"model path {model} has no {what} ({pattern}): save the model there with save_pretrained")
+    return model.absolute()
+
+
+def saved_dtype(model: Path) -> DType:
+    """The number format that a model directory was saved in."""
+    config = json.loads((model / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"{model / 'config.json'} names dtype {name!r}: set the server's dtype to float32 or bfloat16")
+    return DType(name)

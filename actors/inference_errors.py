@@ -1,0 +1,44 @@
+"""What can go wrong between a Sampler, its servers and their weights.
+
+Invariant: every message names the server, and what did not come or did not match. Raised by the inference and weight-sync
+modules of actors/; importable without Ray, vLLM or torch.
+
+SamplerError (envs.errors)      a rollout's request got no Completion        -> outcome sampler_error
++-- ServerGone                  the server died or dropped the connection; the request may run elsewhere
++-- ServerNotReady              the server holds no proven weights yet; the request may run elsewhere
++-- NonFiniteLogprobs           the engine sampled a token with a NaN or infinite log-probability
+ServerStartError                a server did not come up
+WeightSyncError                 a weight update did not reach a server
++-- WeightSyncTimeout           a phase outlived its deadline
++-- VersionProofError           the server does not serve the weights that its version names
+"""
+
+from envs.errors import SamplerError
+
+
+class ServerGone(SamplerError):
+    """The server died, or its connection broke, before the Completion came."""
+
+
+class ServerNotReady(SamplerError):
+    """The server is up but holds no proven weights, so it samples nothing."""
+
+
+class NonFiniteLogprobs(SamplerError):
+    """The engine returned a NaN or infinite log-probability for a sampled token."""
+
+
+class ServerStartError(RuntimeError):
+    """An inference server did not come up; the message names it and the cause."""
+
+
+class WeightSyncError(RuntimeError):
+    """A weight update failed; the message names the phase and the server."""
+
+
+class WeightSyncTimeout(WeightSyncError):
+    """A phase of a weight update outlived its deadline."""
+
+
+class VersionProofError(WeightSyncError):
+    """Canary, digest or probe shows that a server does not serve the weights it should."""

@@ -1,0 +1,69 @@
+"""What runs inside vLLM's worker: loads a stage, and reads back what the kernels hold.
+
+Invariant: `load_stage` leaves no tensor of the old version in any kernel, tied and prepacked copies included, or raises.
+Mixed into vLLM's worker class (`worker_extension_cls`) and called through collective_rpc by actors/inference_server.py.
+"""
+
+import ctypes
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from actors.kernel_readback import compare_kernels
+from actors.weight_proof import Noise, disturb
+from actors.weight_stage import Manifest, digest_of, manifest_from_message, read_stage
+
+
+class WeightExtension:
+    """Methods that vLLM adds to its worker; `self.model_runner` and `self.rank` are the worker's."""
+
+    model_runner: Any
+    rank: int
+
+    def die_with_parent(self) -> bool:
+        """Asks the kernel to kill this process when its parent dies, so that no engine outlives its server."""
+        return ctypes.CDLL(None).prctl(1, signal.SIGKILL) == 0
+
+    def load_stage(self, message: dict[str, Any], noise: dict[str, Any] | None) -> dict[str, Any]:
+        """Replaces all weights by those of a stage; returns seconds, and the names whose bytes do not have their digest.
+
+        `noise` holds the fields of a Noise (the canary); None loads the stage as it is.
+        """
+        manifest = manifest_from_message(message)
+        disturbance = Noise(names=(), scale=0.0) if noise is None else Noise(**noise)
+        began = time.perf_counter()
+        corrupt: list[str] = []
+        self.model_runner.reload_weights(weights_iterator=self._tensors(manifest, disturbance, corrupt))
+        repack_tied_heads(self.model_runner.get_model())
+        return {"load_s": time.perf_counter() - began, "corrupt": corrupt}
+
+    def read_back(self, message: dict[str, Any], max_columns: int) -> dict[str, Any]:
+        """Compares what the kernels hold with the stage, bit for bit; `max_columns` bounds the work on prepacked weights."""
+        manifest = manifest_from_message(message)
+        began = time.perf_counter()
+        report = compare_kernels(self.model_runner.get_model(), manifest, max_columns=max_columns)
+        return {"read_back_s": time.perf_counter() - began, **report}
+
+    def _tensors(self, manifest: Manifest, noise: Noise, corrupt: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for staged, tensor in read_stage(manifest):
+            if digest_of(tensor) != staged.digest:
+                corrupt.append(staged.name)
+            yield staged.name, disturb(tensor, staged.name, noise) if staged.name in noise.names else tensor
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Renews the packed copy of every output head that shares its weight with the embedding.
+
+    vLLM 0.32 on CPU repacks a layer when that layer's own weights arrive; a tied head has none, so its kernel would go
+    on with the old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    for head in embeddings:
+        is_tied = any(head is not other and head.weight is other.weight for other in embeddings)
+        if isinstance(head, ParallelLMHead) and is_tied and hasattr(head, "cpu_linear"):
+            head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,193 @@
+"""A staged set of weights: safetensors shards and their Manifest, in shared memory or on any file system.
+
+Invariant: a version's directory is complete or absent (written aside, then renamed), and a digest of each tensor's bytes
+was taken from what the learner held. Written by a learner rank, read by the servers' worker extension; no Ray, no vLLM.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from blake3 import blake3
+
+from trajectories.schema import PolicyVersion
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER_BYTES = 64 * 1024
+"""Room kept for a shard's safetensors header: about 400 tensors; a fuller one starts the next shard."""
+SHARD_BYTES = 4 << 30
+"""A shard that has reached this size takes no further tensor."""
+VERSIONS_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedTensor:
+    """One tensor of a stage."""
+
+    name: str
+    """Hugging Face parameter name."""
+    dtype: str
+    """safetensors' name: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    digest: str
+    """blake3 of the tensor's bytes, 16 bytes in hex."""
+    shard: str
+    """File name within the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one stage holds; small enough to travel with every call."""
+
+    version: PolicyVersion
+    directory: Path
+    tensors: tuple[StagedTensor, ...]
+    num_bytes: int
+
+    def as_message(self) -> dict[str, Any]:
+        """Plain lists, dicts and strings, for vLLM's own RPC."""
+        message = asdict(self)
+        return message | {"directory": str(self.directory)}
+
+
+def write_stage(directory: Path, version: PolicyVersion, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> Manifest:
+    """Writes `tensors` as one version under `directory` and drops versions older than the one before it.
+
+    Streams: holds one tensor at a time. An existing stage of the same version is replaced.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / version_label(version)
+    partial = directory / f".{version_label(version)}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    staged, num_bytes = _write_shards(partial, tensors)
+    manifest = Manifest(version=version, directory=final, tensors=tuple(staged), num_bytes=num_bytes)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _drop_old(directory, newest=version)
+    return manifest
+
+
+def read_stage(manifest: Manifest) -> Iterator[tuple[StagedTensor, "torch.Tensor"]]:
+    """Each tensor of the stage, mapped from its file, in the order they were written."""
+    from safetensors import safe_open
+
+    for shard in dict.fromkeys(tensor.shard for tensor in manifest.tensors):
+        with safe_open(manifest.directory / shard, framework="pt") as opened:
+            for tensor in manifest.tensors:
+                if tensor.shard == shard:
+                    yield tensor, opened.get_tensor(tensor.name)
+
+
+def manifest_from_message(message: dict[str, Any]) -> Manifest:
+    """The Manifest that `Manifest.as_message` turned into `message`."""
+    return Manifest(
+        version=PolicyVersion(**message["version"]),
+        directory=Path(message["directory"]),
+        tensors=tuple(StagedTensor(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in message["tensors"]),
+        num_bytes=message["num_bytes"],
+    )
+
+
+def digest_of(tensor: "torch.Tensor") -> str:
+    """blake3 of a tensor's bytes in row-major order; copies it to the host if it is elsewhere."""
+    return blake3(_bytes_of(tensor)).hexdigest(length=16)
+
+
+def version_label(version: PolicyVersion) -> str:
+    """"lineage.n": directory name, vLLM weight version and cache salt of a policy version."""
+    return f"{version.lineage}.{version.n}"
+
+
+def parse_version(label: str) -> PolicyVersion:
+    """The version behind a label."""
+    lineage, n = label.split(".")
+    return PolicyVersion(lineage=int(lineage), n=int(n))
+
+
+class _Shard:
+    """One safetensors file being written: data first, the header into the room kept for it at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._file.seek(HEADER_BYTES)
+        self._header: dict[str, Any] = {}
+        self._header_bytes = 16
+        self.name = path.name
+        self.num_bytes = 0
+
+    def has_room(self, name: str, num_bytes: int) -> bool:
+        fits = self._header_bytes + self._entry_bytes(name) <= HEADER_BYTES
+        return fits and (self.num_bytes == 0 or self.num_bytes + num_bytes <= SHARD_BYTES)
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+        end = self.num_bytes + data.nbytes
+        self._header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [self.num_bytes, end]}
+        self._header_bytes += self._entry_bytes(name)
+        self._file.write(data)
+        self.num_bytes = end
+
+    def close(self) -> None:
+        """Writes the header, padded with spaces as the format allows."""
+        room = HEADER_BYTES - 8
+        header = json.dumps(self._header, separators=(",", ":")).encode().ljust(room)
+        assert len(header) == room, "the header outgrew the room kept for it"
+        self._file.seek(0)
+        self._file.write(room.to_bytes(8, "little") + header)
+        self._file.close()
+
+    @staticmethod
+    def _entry_bytes(name: str) -> int:
+        return len(name) + 150
+
+
+def _write_shards(directory: Path, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> tuple[list[StagedTensor], int]:
+    staged: list[StagedTensor] = []
+    shard: _Shard | None = None
+    num_bytes = num_shards = 0
+    for name, tensor in tensors:
+        data = _bytes_of(tensor)
+        if shard is None or not shard.has_room(name, data.nbytes):
+            if shard is not None:
+                shard.close()
+            shard = _Shard(directory / f"weights-{num_shards:05d}.safetensors")
+            num_shards += 1
+        dtype, shape = _safetensors_dtype(tensor), tuple(tensor.shape)
+        shard.add(name, dtype, shape, data)
+        digest = blake3(data).hexdigest(length=16)
+        staged.append(StagedTensor(name=name, dtype=dtype, shape=shape, digest=digest, shard=shard.name))
+        num_bytes += data.nbytes
+    if shard is None:
+        raise ValueError("export_weights gave no tensors: nothing to stage")
+    shard.close()
+    return staged, num_bytes
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _safetensors_dtype(tensor: "torch.Tensor") -> str:
+    import torch
+
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    if tensor.dtype not in names:
+        raise ValueError(f"cannot stage dtype {tensor.dtype}; export float32, bfloat16 or float16")
+    return names[tensor.dtype]
+
+
+def _drop_old(directory: Path, *, newest: PolicyVersion) -> None:
+    """Keeps the newest VERSIONS_KEPT stages by version, the one just written among them."""
+    stages = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    older = [path for path in stages if path.name != version_label(newest)]
+    older.sort(key=os.path.getmtime, reverse=True)
+    for path in older[VERSIONS_KEPT - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
