@@ -233,16 +233,22 @@ class GroupBuffer:
 
     def _consume(self, version: PolicyVersion) -> list[GroupHandle]:
         finished = [handle for _, handle in self._finished()]
-        handles = sorted(finished, key=self._oldest_n)[: self._groups_per_step]  # stable: ties by admission
+        handles = sorted(finished, key=self._age)[: self._groups_per_step]  # stable: ties by admission
         if not handles:
             raise EndOfTasks(f"no Group is left at {_name(version)} and the buffer is closed")
         for handle in handles:
             assert self._is_fresh(handle, version), f"group {handle.group_id} is too old at {_name(version)}"
-            self.max_staleness_seen = max(self.max_staleness_seen, version.n - self._oldest_n(handle))
+            self.max_staleness_seen = max(self.max_staleness_seen, version.n - self._oldest_n(handle, version.n))
             del self._live[handle.group_id]
         self.num_consumed += len(handles)
         self._notify()
         return handles
+
+    def _age(self, handle: GroupHandle) -> int:
+        """Sort key, oldest first: version of the oldest token; without any, that of the Group's start."""
+        start = self._live[handle.group_id].start
+        assert start is not None
+        return self._oldest_n(handle, start.n)
 
     def _would_strand(self, live: _Live, version: PolicyVersion) -> bool:
         """Whether an unfinished Group can be consumed at `version` at the latest."""
@@ -250,7 +256,7 @@ class GroupBuffer:
         return self._is_ancestor(start) and start.n <= version.n - self._max_staleness
 
     def _is_fresh(self, handle: GroupHandle, version: PolicyVersion) -> bool:
-        return self._oldest_n(handle) >= version.n - self._max_staleness
+        return self._oldest_n(handle, version.n) >= version.n - self._max_staleness
 
     def _is_kin(self, handle: GroupHandle) -> bool:
         """Whether every token comes from weights that the present ones descend from.
@@ -266,12 +272,9 @@ class GroupBuffer:
     def _is_ancestor(self, version: PolicyVersion) -> bool:
         return version.lineage == self.version.lineage or version.n <= self._forks.get(version.lineage, -1)
 
-    def _oldest_n(self, handle: GroupHandle) -> int:
-        """Optimizer steps behind the oldest token that could be trained; without any, those of the Group's start."""
-        ages = [member.min_version.n for member in self._trained(handle) if member.min_version is not None]
-        start = self._live[handle.group_id].start
-        assert start is not None
-        return min(ages, default=start.n)
+    def _oldest_n(self, handle: GroupHandle, default: int) -> int:
+        """Optimizer steps behind the oldest token that could be trained; `default` when there is none."""
+        return min((m.min_version.n for m in self._trained(handle) if m.min_version is not None), default=default)
 
     def _trained(self, handle: GroupHandle) -> list[MemberSummary]:
         """The members that are not excluded; excluded ones are trained on nowhere, so their age does not matter."""

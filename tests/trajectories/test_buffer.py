@@ -119,6 +119,15 @@ async def test_tokens_of_excluded_members_do_not_age_a_group():
     assert buffer.max_staleness_seen == 0
 
 
+async def test_a_group_without_a_valid_member_is_never_too_old_because_nothing_of_it_is_trained():
+    buffer = GroupBuffer(groups_per_step=1, max_staleness=0, version=version(0), policy=StalenessPolicy.DROP)
+    await admit_and_start(buffer, "lost")
+    buffer.put(handle("lost", rewards=(None, None)))
+    buffer.advance(version(1))
+    assert ids(await buffer.take(version(1), 1)) == ["lost"]
+    assert buffer.max_staleness_seen == 0
+
+
 async def test_tokens_older_than_the_start_are_refused():
     buffer = GroupBuffer(groups_per_step=1, max_staleness=0, version=version(3))
     await admit_and_start(buffer, "a")

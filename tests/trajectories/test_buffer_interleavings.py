@@ -85,7 +85,8 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=st.data(), rewards=REWARDS)
     def put(self, data: st.DataObject, rewards: list[float | None]) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.running)))
-        sampled_at = data.draw(st.integers(self.running.pop(group_id), self.served))
+        sampled_at = data.draw(st.integers(self.running[group_id], self.served))
+        del self.running[group_id]
         self._put(group_id, sampled_at, rewards)
 
     @precondition(lambda self: len(self.running) > 1)
@@ -197,7 +198,8 @@ class Interleavings(RuleBasedStateMachine):
         known = {group_id for group_id, _ in self.buffer._finished()}  # pyright: ignore[reportPrivateUsage]
         taken = {h.group_id for h in self.taking.result()} if self.taking and self.taking.done() else set()
         for group_id in set(self.finished) - known - taken:
-            oldest = min(m.min_version.n for m in self.finished.pop(group_id).members if m.min_version)
+            trained = [m for m in self.finished.pop(group_id).members if m.reward is not None]
+            oldest = min((m.min_version.n for m in trained if m.min_version), default=self.learner)
             assert oldest < self.learner - self.max_staleness, "dropped although it was fresh"
             self.given_back.append(group_id)
 
