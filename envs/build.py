@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from envs.conversation import SampledConversation, ScriptedConversation
 from envs.episode import Episode
@@ -56,7 +59,7 @@ class PromptStyle(StrEnum):
 class EpisodeConfig:
     """How Tasks are played."""
 
-    harness: HarnessName = HarnessName.TERMINUS_2
+    harness: Annotated[HarnessName, tyro.conf.arg(aliases=["--harness"])] = HarnessName.TERMINUS_2
     prompts: PromptStyle = PromptStyle.COMPACT
     max_turns: int = 6
     """Replies of one rollout."""
@@ -95,7 +98,9 @@ def _harness(config: EpisodeConfig) -> Harness:
     return NopHarness() if config.harness is HarnessName.NOP else Terminus2(config.prompts.prompts)
 
 
-def _converse(config: EpisodeConfig, model: Path | None, sampler: Sampler | None) -> Callable[[Task, str], Conversation]:
+def _converse(
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | None
+) -> Callable[[Task, str], Conversation]:
     match config.harness:
         case HarnessName.NOP:
             return lambda task, key: ScriptedConversation(())

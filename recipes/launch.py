@@ -19,7 +19,9 @@ def launch(config_type: type[C], main: Callable[[C], Awaitable[Any]]) -> None:
     """Parses `config_type` from the command line, runs `main` on it and exits."""
     module = inspect.getmodule(main)
     try:
-        config = tyro.cli(config_type, description=module.__doc__ if module else None)
+        config = tyro.cli(
+            config_type, description=module.__doc__ if module else None, config=(tyro.conf.EnumChoicesFromValues,)
+        )
     except ValueError as error:
         sys.exit(f"error: {error}")
     sys.exit(run_until_interrupted(main(config)))

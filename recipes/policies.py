@@ -25,7 +25,7 @@ class PolicyConfig:
 
     model: Annotated[str, tyro.conf.arg(aliases=["--policy"])] = "tiny"
     """tiny, smollm2, or a Hugging Face model directory."""
-    pool: tyro.conf.OmitArgPrefixes[InferencePoolConfig] = field(default_factory=InferencePoolConfig)
+    pool: Annotated[InferencePoolConfig, tyro.conf.arg(name="")] = field(default_factory=InferencePoolConfig)
 
 
 def resolve_policy(name: str, *, seed: int = 0) -> Path:

@@ -4,7 +4,7 @@ Rollouts stream in while the learner trains; a Group is consumed at version v on
 at v - max_staleness or later; weights move into the servers while they generate, and each server proves what it serves.
 
     python -m recipes.rloo --policy runs/sft/model --tasks shell:train --steps 60
-    python -m recipes.rloo --policy runs/sft/model --learners.num-ranks 2 --policy.num-servers 2
+    python -m recipes.rloo --policy runs/sft/model --learner.num-ranks 2 --policy.num-servers 2
 """
 
 import asyncio
@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from actors.cluster import ClusterConfig, require, start_cluster
 from actors.inference_pool import start_inference_pool
@@ -70,7 +72,7 @@ class Config:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-4))
-    learners: LearnerGroupConfig = field(default_factory=LearnerGroupConfig)
+    learners: Annotated[LearnerGroupConfig, tyro.conf.arg(name="learner")] = field(default_factory=LearnerGroupConfig)
     loss: LossConfig = field(default_factory=lambda: LossConfig(kind=LossKind.CLIPPED))
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from actors.cluster import ClusterConfig, start_cluster
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
@@ -71,7 +73,7 @@ class Config:
     seed: int = 0
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-3, warmup_steps=20))
-    learners: LearnerGroupConfig = field(default_factory=LearnerGroupConfig)
+    learners: Annotated[LearnerGroupConfig, tyro.conf.arg(name="learner")] = field(default_factory=LearnerGroupConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     wandb: bool = False
     """Log to Weights & Biases too."""
@@ -106,9 +108,7 @@ async def main(config: Config) -> dict[str, Any]:
         step = 0
         try:
             for step, batch in enumerate(_batches(config, training), start=1):
-                plan = plan_samples(
-                    batch, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
-                )
+                plan = plan_samples(batch, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens)
                 metrics = await learner.forward_backward(plan, LossConfig(kind=LossKind.CROSS_ENTROPY))
                 metrics |= await learner.optim_step()
                 metrics["seconds"] = time.monotonic() - began
@@ -152,7 +152,8 @@ def render_demonstrations(config: Config, model: Path, directory: Path) -> list[
         for run in config.data
         for _, group in scan(run / "store")
         for trajectory in group.trajectories
-        if trajectory.reward is not None and trajectory.reward >= config.min_reward
+        if trajectory.reward is not None
+        and trajectory.reward >= config.min_reward
         and len(trajectory.turns) >= config.min_turns
     ]
     if not kept:
