@@ -27,7 +27,6 @@ CAPTURED_LINES = 1000
 _MAX_DURATION_S = 60.0
 _MAX_ARGUMENT_BYTES = 4096  # longer keystrokes go by file: tmux refuses messages over 16 KiB
 _MAX_CLIENT_BYTES = 12_000  # of one tmux command line
-_START_LIMIT_S = 30
 _ENTER_KEYS = frozenset({"Enter", "KPEnter", "C-m", "C-j"})
 _ENDING_KEYS = frozenset({"C-c", "C-d", "C-z", "C-\\", "^C", "^D", "^Z", "\x03", "\x04", "\x1a", "\x1c"})
 
@@ -54,6 +53,8 @@ class TerminalConfig:
     wait: Wait = Wait.DURATION
     patience_s: float = 5.0
     """Wait.PROMPT: a line that was typed may take at least this long before its half output is shown."""
+    start_limit_s: float = 30.0
+    """Wait.PROMPT: the first prompt must come within this."""
     max_output_bytes: int = 10_000
     """A longer output is cut in its middle."""
     omission: str = "\n[... output limited to {max_bytes} bytes; {num_bytes} bytes left out here ...]\n"
@@ -81,8 +82,9 @@ def start_command(config: TerminalConfig) -> str:
         return f"{environment}; {_tmux([*options, session], '-f /dev/null')} && sleep 1; {_tmux(_capture())}"
     environment += f" PROMPT_COMMAND={shlex.quote(_prompt_setting(config.shell_prompt))}"
     wake = _quote("if -F '#{==:#{pane_title},1}' 'wait-for -S t0'")
-    hook = f"set-hook -g pane-title-changed {wake}"
-    steps = [*options, hook, _timer("t0", _START_LIMIT_S), session, "wait-for t0", *_capture()]
+    is_over = _quote(f"if -F '#{{==:#{{hook_session_name}},{SESSION}}}' kill-server")  # frees a client that waits
+    hooks = [f"set-hook -g pane-title-changed {wake}", f"set-hook -g session-closed {is_over}"]
+    steps = [*options, *hooks, _timer("t0", config.start_limit_s), session, "wait-for t0", *_capture()]
     return f"{environment}; exec {_tmux(steps, '-f /dev/null')}"
 
 
