@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.conversation import ScriptedConversation
 from envs.episode import Episode, run_episode
 from envs.errors import ContextLimit, EpisodeError, SamplerError, SandboxDied, SandboxError, TurnLimit
 from envs.group import run_group
@@ -16,8 +17,8 @@ from envs.harness import Conversation
 from envs.sandbox import Sandbox
 from envs.task import Limits, Task
 from tests.envs.task_dirs import make_task_dir
-from tests.fakes.conversation import FunctionHarness, ScriptedConversation
 from tests.fakes.directory_sandbox import DirectoryProvider
+from tests.fakes.harness import FunctionHarness
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Trajectory, Treatment
 
 IS_DONE = "[ -f /app/done ] && reward=1 || reward=0\necho judged\necho $reward >/logs/verifier/reward.txt\n"
@@ -59,7 +60,12 @@ async def test_a_completed_rollout_is_recorded_whole(task: Task, provider: Direc
     assert [turn.reply for turn in trajectory.turns] == ["touch done"]
     assert trajectory.evidence == "judged\n"
     assert set(trajectory.timings_s) == {"sandbox_start", "harness", "verifier", "sandbox_stop"}
-    assert trajectory.provenance == {"run": "r1", "harness": "function", "sandbox": "directory"}
+    assert trajectory.provenance == {
+        "run": "r1",
+        "family": "",
+        "harness": "function",
+        "sandbox": "directory",
+    }
     assert provider.sandboxes["g.0"].calls[-1] == "stop"
 
 
