@@ -20,16 +20,31 @@ EVIDENCE_CHARS = 4000
 # One exec does all, because a rollout pays for each: clear what the agent may have left in the verifier's places, run
 # the tests, print the reward file's name and text and the end of the test output. The uploaded tests wait under a name
 # the agent could not know. `cd` is here and not in the exec: the agent may have removed its own working directory.
+# Where bash alone can do it no program is started (measured: 5 programs less are 3 to 10 ms less a rollout).
 # 4 bytes is the longest character of UTF-8, so the tail holds EVIDENCE_CHARS of them.
 _SCRIPT = """\
-rm -rf /tests /logs/verifier && mv {staged} /tests && mkdir -p /logs/verifier && chmod 777 /logs/verifier || exit 1
+shopt -s nullglob dotglob
+left=(/logs/verifier/*)
+if [[ -e /tests || -L /tests || -L /logs/verifier || ! -d /logs/verifier || ${{#left[@]}} -gt 0 ]]; then
+    rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier || exit 1
+fi
+mv {staged} /tests || exit 1
 cd {workdir} 2>/dev/null
 bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1 </dev/null
-reward=/logs/verifier/reward.json
-[ -f $reward ] || reward=/logs/verifier/reward.txt
-[ -f $reward ] && echo ${{reward##*/}} && head -c {max_reward_bytes} $reward
+LC_ALL=C
+for name in reward.json reward.txt; do
+    [[ -f /logs/verifier/$name ]] || continue
+    text=; IFS= read -r -N {max_reward_bytes} text </logs/verifier/$name
+    printf '%s\\n%s' $name "$text"
+    break
+done
 printf '\\0'
-tail -c {max_tail_bytes} /logs/verifier/test-stdout.txt
+text=; IFS= read -r -N {max_tail_bytes} text </logs/verifier/test-stdout.txt
+if (( ${{#text}} < {max_tail_bytes} )); then
+    printf %s "$text"
+else
+    tail -c {max_tail_bytes} /logs/verifier/test-stdout.txt
+fi
 exit 0
 """
 _MAX_REWARD_BYTES = 65536

@@ -84,7 +84,7 @@ async def test_neither_solution_nor_tests_are_in_the_sandbox_of_an_agent(
         places = r"find / \( -path /proc -o -path /sys -o -path /usr -o -path /dev \) -prune -o"
         for name, command in {
             "by content": rf"{places} -type f -exec grep -l marker-[z]q7x {{}} + 2>/dev/null",
-            "by name": rf"{places} \( -name solve.sh -o -name test.sh -o -name given.txt -o -path /tests -o -path /solution \) -print",
+            "by name": rf"{places} -regex '.*/\(solve\.sh\|test\.sh\|given\.txt\|tests\|solution\)' -print",
             "host path": f"ls -d {task.path} {task.path.parent}",
         }.items():
             result = await sandbox.exec(command, timeout_s=60)
