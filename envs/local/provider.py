@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.errors import SandboxError, SandboxRefused
+from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
 from envs.local.layout import Layout, bwrap_arguments, plan_layout
 from envs.local.sandbox import LocalSandbox, SandboxLimits
@@ -168,7 +168,7 @@ class LocalProvider:
         try:
             sandbox = await self._create(prepared, layout, Environment(), "proof")
         except SandboxError as error:
-            raise SandboxRefused(f"{error}; enable user namespaces for this user, unmasked /proc, and bwrap") from error
+            raise SandboxRefused(f"{error}; {_remedy(str(error))}") from error
         try:
             result = await sandbox.exec(_PROOF, timeout_s=30)
         finally:
@@ -178,7 +178,18 @@ class LocalProvider:
     async def _create(
         self, prepared: "_Prepared", layout: Layout, environment: Environment, owner: str
     ) -> LocalSandbox:
+        """A filled box. A parked launcher may have been killed meanwhile: that is seen only now, and tried again."""
         slot = await prepared.pool.take()
+        try:
+            return await self._create_in(slot, prepared, layout, environment, owner)
+        except SandboxError:
+            if not slot.is_broken:
+                raise
+        return await self._create_in(await prepared.pool.take(), prepared, layout, environment, owner)
+
+    async def _create_in(
+        self, slot: Slot, prepared: "_Prepared", layout: Layout, environment: Environment, owner: str
+    ) -> LocalSandbox:
         config = self.config
         limits = SandboxLimits(
             max_output_bytes=config.max_output_bytes, grace_s=config.grace_s, request_s=config.start_timeout_s
@@ -187,6 +198,9 @@ class LocalProvider:
         try:
             await self._start_box(prepared, slot, sandbox, environment)
             await sandbox.put(layout.files)
+        except SandboxDied as error:
+            await sandbox.stop()
+            raise SandboxError(f"fill the sandbox: {error}") from error
         except BaseException:
             await sandbox.stop()
             raise
@@ -250,6 +264,12 @@ def _check_proof(text: str) -> None:
     for kind in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts"):
         if os.readlink(f"/proc/self/ns/{kind}") in text:
             raise SandboxRefused(f"isolate: the box shares this process's {kind} namespace; use a newer bubblewrap")
+
+
+def _remedy(problem: str) -> str:
+    if "launcher: /" in problem:
+        return "give a cache_dir that every user may enter"
+    return "enable user namespaces for this user (sysctl user.max_user_namespaces), with /proc not masked"
 
 
 def _read_text(fd: int) -> str:

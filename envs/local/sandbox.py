@@ -93,13 +93,14 @@ class LocalSandbox:
         await self._request(Operation.KILL, b"", self._limits.request_s)
 
     async def put(self, bodies: Iterable[bytes]) -> None:
-        """Writes the files of these PUT messages. Raises SandboxDied when the box's disk or permissions refuse."""
+        """Writes the files of these PUT messages. Raises SandboxDied when the disk is full or a path is barred."""
         for body in bodies:
             answer = await self._request(Operation.PUT, body, self._limits.request_s)
             if answer.status:
                 path = answer.first.decode(errors="replace")
-                # The box's own file system said no: full, read-only, or barred by what runs inside.
-                raise SandboxDied(f"write {path} inside: {os.strerror(-answer.status)}")
+                problem = f"write {path} inside: {os.strerror(-answer.status)}"
+                # Only what runs inside can fill the disk or bar a path; the read-only parts are the provider's.
+                raise SandboxError(problem) if answer.status == -errno.EROFS else SandboxDied(problem)
 
     async def stop(self) -> None:
         """See Sandbox."""
@@ -143,7 +144,8 @@ class LocalSandbox:
         """What to raise now that the connection has ended."""
         if self._judging is None:
             return SandboxError(f"sandbox of {self.owner} is stopped")
-        return await asyncio.shield(self._judging)
+        error = await asyncio.shield(self._judging)
+        return type(error)(*error.args)  # one for each who asks, since raising fills in a traceback
 
     def _on_lost(self) -> None:
         if self._stopping is None and self._slot.ended is not None:

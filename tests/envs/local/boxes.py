@@ -2,20 +2,21 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 
 IS_ROOT = os.geteuid() == 0
-SMALL = {"memory_mb": 256, "storage_mb": 64}
+SMALL: dict[str, Any] = {"memory_mb": 256, "storage_mb": 64}
 
 
-def make_task(path: Path = Path("/nonexistent"), **environment: object) -> Task:
+def make_task(path: Path = Path("/nonexistent"), **environment: Any) -> Task:
     """A Task with this environment; without `path` it has no files."""
     return Task(
         id="t",
         instruction="Do it",
-        environment=Environment(**environment),  # pyright: ignore[reportArgumentType]
+        environment=Environment(**environment),
         verifier=VerifierSpec(),
         limits=Limits(),
         provenance=Provenance(),
@@ -23,7 +24,7 @@ def make_task(path: Path = Path("/nonexistent"), **environment: object) -> Task:
     )
 
 
-def make_provider(**config: object) -> LocalProvider:
+def make_provider(**config: Any) -> LocalProvider:
     """With soft limits where no cgroups can be written, which is what an unprivileged user must opt in to."""
     soft = {} if IS_ROOT else {"allow_soft_limits": True, "soft_max_processes": 300}
-    return LocalProvider(LocalConfig(**{"max_processes": 128, **soft, **config}))  # pyright: ignore[reportArgumentType]
+    return LocalProvider(LocalConfig(**{"max_processes": 128, **soft, **config}))
