@@ -19,6 +19,7 @@ from envs.terminus2.tmux import (
     needs_file,
     output_command,
     start_command,
+    start_environment,
     turn_command,
     wait_limit_s,
 )
@@ -41,7 +42,7 @@ class View:
 
 async def start_terminal(sandbox: Sandbox, config: TerminalConfig) -> tuple["Terminal", View]:
     """A started Terminal and the first view of it. SandboxError when tmux is missing or does not start."""
-    result = await sandbox.exec(start_command(config), timeout_s=_GRACE_S)
+    result = await sandbox.exec(start_command(config), timeout_s=_GRACE_S, env=start_environment(config))
     if result.exit_code == 127:
         raise SandboxError("no tmux in the Sandbox; install it in the Task's image (apt-get install tmux)")
     if result.exit_code:

@@ -77,15 +77,19 @@ def start_command(config: TerminalConfig) -> str:
         "set -g default-terminal xterm-256color",
     ]
     session = f"new-session -d -s {SESSION} -x {config.width} -y {config.height} bash --login"
-    environment = 'export LANG="${LANG:-C.UTF-8}"'
     if config.wait is Wait.DURATION:
-        return f"{environment}; {_tmux([*options, session], '-f /dev/null')} && sleep 1; {_tmux(_capture())}"
-    environment += f" PROMPT_COMMAND={shlex.quote(_prompt_setting(config.shell_prompt))}"
+        return f"{_tmux([*options, session], '-f /dev/null')} && sleep 1; {_tmux(_capture())}"
     wake = _quote("if -F '#{==:#{pane_title},1}' 'wait-for -S t0'")
     is_over = _quote(f"if -F '#{{==:#{{hook_session_name}},{SESSION}}}' kill-server")  # frees a client that waits
     hooks = [f"set-hook -g pane-title-changed {wake}", f"set-hook -g session-closed {is_over}"]
     steps = [*options, *hooks, _timer("t0", config.start_limit_s), session, "wait-for t0", *_capture()]
-    return f"{environment}; exec {_tmux(steps, '-f /dev/null')}"
+    return f"exec {_tmux(steps, '-f /dev/null')}"
+
+
+def start_environment(config: TerminalConfig) -> dict[str, str]:
+    """Variables for the start command, and so for the shell: UTF-8, and the prompts where they are waited for."""
+    prompts = {"PROMPT_COMMAND": _prompt_setting(config.shell_prompt)} if config.wait is Wait.PROMPT else {}
+    return {"LC_CTYPE": "C.UTF-8", **prompts}
 
 
 def turn_command(config: TerminalConfig, turn: int, commands: Sequence[Command], files: Sequence[str | None]) -> str:
