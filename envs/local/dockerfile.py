@@ -14,7 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from envs.errors import SandboxRefused
 
-_VARIABLE = re.compile(r"\\(\$)|\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\\([$\"\\ ])|\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
+_PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^'"\\])+)""")
+"""Of a value: single-quoted (literal), double-quoted, or bare."""
 _ASSIGNMENT = re.compile(r"""(\w+)=((?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^\s"'\\])*)""")
 
 
@@ -88,14 +90,12 @@ def _parse_env(rest: str, env: dict[str, str], where: str) -> dict[str, str]:
         return {name: _expand(value.strip(), env)}
     if _ASSIGNMENT.sub("", rest).strip():
         raise SandboxRefused(f"{where}: cannot read ENV {rest!r}; write it as NAME=value")
-    return {name: _unquote(_expand(value, env)) for name, value in _ASSIGNMENT.findall(rest)}
+    return {name: _unquote(value, env) for name, value in _ASSIGNMENT.findall(rest)}
 
 
-def _unquote(value: str) -> str:
-    try:
-        return "".join(shlex.split(value, posix=True)) if " " not in value else " ".join(shlex.split(value))
-    except ValueError:
-        return value
+def _unquote(value: str, env: dict[str, str]) -> str:
+    parts = _PART.findall(value)
+    return "".join(literal or _expand(quoted or bare, env) for literal, quoted, bare in parts)
 
 
 def _parse_copy(rest: str, env: dict[str, str], context: Path, current: str, where: str) -> Copy:
@@ -134,7 +134,7 @@ def _expand(text: str, env: dict[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         if match[1]:
-            return "$"
+            return match[1]
         found = env.get(match[2] or match[5], "")
         if match[3] == "-":
             return found or match[4]
