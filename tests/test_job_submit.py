@@ -6,6 +6,7 @@ Invariant: the head has its own ports, token and temporary directory, so no othe
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -60,8 +61,7 @@ def head() -> Iterator[Head]:
         wait_until_serving(process, address, env, log)
         yield Head(address=address, env=env)
     finally:
-        process.terminate()  # this process alone: Ray then ends its children, and waits 30 s if they went first
-        process.wait(timeout=60)
+        stop(process)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -104,6 +104,16 @@ def wait_until_serving(process: "subprocess.Popen[bytes]", address: str, env: Ma
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.5)
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Ray ends its children when its first process is asked to; what has not gone within 10 s is killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
 
 
 def submit(
