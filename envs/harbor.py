@@ -5,6 +5,7 @@ one line that names the path, the fault and the remedy. Unknown keys are ignored
 Called by envs/tasksets and recipes before any work starts. Schema: Harbor 1.4 with its legacy forms.
 """
 
+import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def load_task(path: Path | str) -> Task:
     try:
         settings = _parse_settings(_read_text(toml_path, "a task needs one, and an empty file will do"))
     except _Fault as fault:
-        raise TaskError(f"{toml_path}: {fault}") from None
+        raise TaskError(f"{toml_path}: {' '.join(str(fault).split())}") from None
     _check_files(root, has_image=settings.environment.docker_image is not None)
     return Task(
         id=root.name,
@@ -112,8 +113,8 @@ def _check_files(root: Path, *, has_image: bool) -> None:
     environment, tests = root / "environment", root / "tests"
     if not has_image and not environment.is_dir():
         raise TaskError(f"{environment}: no such directory; add it with a Dockerfile, or set environment.docker_image")
-    if tests.is_symlink():
-        raise TaskError(f"{tests}: is a symbolic link; put the directory itself there")
+    if (link := _find_link(str(tests))) is not None:
+        raise TaskError(f"{link}: is a symbolic link, which no sandbox uploads; put the file itself there")
     if not (tests / "test.sh").is_file():
         raise TaskError(f"{tests / 'test.sh'}: no such file; add the script that writes /logs/verifier/reward.txt")
     for name in _COMPOSE_FILES:
@@ -121,6 +122,17 @@ def _check_files(root: Path, *, has_image: bool) -> None:
             raise TaskError(f"{environment / name}: compose is not supported yet; use a single Dockerfile")
     if (root / "trajectory.json").exists():
         raise TaskError(f"{root / 'trajectory.json'}: a prior trajectory is not supported yet; remove the file")
+
+
+def _find_link(path: str) -> str | None:
+    """The first symbolic link at or under `path`."""
+    if os.path.islink(path):
+        return path
+    if not os.path.isdir(path):
+        return None
+    with os.scandir(path) as entries:
+        found = [entry.path for entry in entries if entry.is_symlink() or entry.is_dir()]
+    return next(filter(None, map(_find_link, sorted(found))), None)
 
 
 # Generated sets repeat a few files thousands of times, and tomllib is pure Python.

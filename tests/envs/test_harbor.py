@@ -1,14 +1,25 @@
 """Harbor task directories: what is read, and the one line that each defect gets."""
 
+import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envs.errors import TaskError
 from envs.harbor import load_task, load_tasks
 from envs.task import Environment, Limits, Provenance, VerifierSpec
 from tests.envs.task_dirs import make_task_dir
+
+FIELDS = """
+schema_version version source steps artifacts metadata agent verifier environment solution timeout_sec user env os
+network_mode allow_internet memory memory_mb storage cpus gpus family environment_mode docker_image
+"""
+KEYS = st.sampled_from(FIELDS.split()) | st.text(max_size=3)
 
 FULL_TOML = """\
 schema_version = "1.4"
@@ -141,6 +152,11 @@ def test_a_bad_task_toml_gets_one_line_with_path_and_field(tmp_path: Path, toml:
         (lambda path: (path / "environment" / "docker-compose.yaml").touch(), "docker-compose.yaml", "Dockerfile"),
         (lambda path: (path / "trajectory.json").touch(), "trajectory.json", "remove the file"),
         (lambda path: (path / "tests").rename(path / "t") and (path / "tests").symlink_to("t"), "tests", "symbolic"),
+        (
+            lambda path: (path / "tests" / "data").mkdir() or (path / "tests" / "data" / "x").symlink_to("/"),
+            "x",
+            "symb",
+        ),
     ],
 )
 def test_a_missing_or_foreign_file_gets_one_line_with_its_remedy(tmp_path: Path, break_it, named, remedy) -> None:
@@ -152,6 +168,36 @@ def test_a_missing_or_foreign_file_gets_one_line_with_its_remedy(tmp_path: Path,
     assert "\n" not in message
     assert named in message.split(": ")[0]
     assert remedy in message
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=3))
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=5) | st.text(max_size=40))
+def test_any_task_toml_gives_a_task_or_one_line(content: dict[str, Any] | str) -> None:
+    text = content if isinstance(content, str) else dump_toml(content)
+    with TemporaryDirectory() as root:
+        path = make_task_dir(Path(root))
+        (path / "task.toml").write_text(text)
+        try:
+            assert load_task(path).id == "a-task"
+        except TaskError as error:
+            assert "\n" not in str(error)
+            assert str(error).startswith(str(path / "task.toml"))
+
+
+def dump_toml(table: dict[str, Any]) -> str:
+    """The table as TOML, every inner table inline."""
+    return "".join(f"{json.dumps(key)} = {_dump(value)}\n" for key, value in table.items())
+
+
+def _dump(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_dump(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_dump, value)) + "]"
+    return json.dumps("none" if value is None else value).replace("Infinity", "inf").replace("NaN", "nan")
 
 
 def test_tasks_are_the_sorted_children_that_are_tasks(tmp_path: Path) -> None:
