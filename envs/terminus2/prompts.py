@@ -186,6 +186,8 @@ COMPACT = Prompts(
     warned="{{ observation }}",
     is_terse=True,
     reply_style=ReplyStyle.COMPACT,
-    terminal=TerminalConfig(wait=Wait.PROMPT, shell_prompt="$ ", max_output_bytes=400, omission="\n...\n"),
+    terminal=TerminalConfig(
+        wait=Wait.PROMPT, shell_prompt="$ ", history_lines=2000, max_output_bytes=400, omission="\n...\n"
+    ),
 )
 """A few words a message; the shell's prompt is "$ "."""

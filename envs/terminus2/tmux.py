@@ -105,7 +105,7 @@ def turn_command(config: TerminalConfig, turn: int, commands: Sequence[Command],
             parts += [*([_tmux(send)] if send else []), f"sleep {wait_limit_s(config, command):g}"]
             continue
         step = [*_aim(config, command, f"t{turn}.{k}"), *send, *_await(command, f"t{turn}.{k}")]
-        if sum(map(len, steps + step)) > _MAX_CLIENT_BYTES:
+        if sum(len(words.encode()) for words in steps + step) > _MAX_CLIENT_BYTES:
             parts.append(_tmux(steps))
             steps = []
         steps += step

@@ -140,7 +140,7 @@ async def test_keystrokes_too_long_for_arguments_arrive_whole(provider: LocalPro
     body = words.replace("0 ", "0\n")
     async with terminal(provider) as term:
         await press(term, "cat > /tmp/long <<'X'\n" + body + "\nX\n", duration_s=30)
-        view = await press(term, *["true " + "y" * 3000 + "\n"] * 9, "md5sum </tmp/long; wc -c </tmp/long\n")
+        view = await press(term, *["true " + "✓" * 1300 + "\n"] * 9, "md5sum </tmp/long; wc -c </tmp/long\n")
     assert view.new is not None and f"\n{len(body) + 1}\n$" in view.new
 
 
@@ -151,6 +151,29 @@ async def test_a_shell_that_hides_its_prompt_costs_time_and_nothing_else(provide
         await press(term, "printf '\\e]2;2\\a'; bash --norc\n")
         view = await press(term, "echo b\n")
         assert view.new is not None and "echo b\nb\n" in view.new
+
+
+HOSTILE = (
+    "yes\n",
+    "cat /dev/urandom\n",
+    "while :; do printf '\\e]2;%s\\a' '#(id)' 'R1,}' 99999999999999999999; done\n",
+    "printf '\\e]2;R12345678901234567890\\a'; trap '' INT; sleep 2\n",
+    "tmux resize-window -x 20 -y 5 \\; split-window\n",
+    "PS1='\\[\\e]2;$RANDOM\\a\\]'\n",
+    "set -u; unset __prompt\n",
+    "stty raw -echo; cat\n",
+    "printf '\\e[?1049h\\ec\\e[3J'\n",
+    "printf '%5000s' x; printf '\\xff\\x00\\xfe'\n",
+)
+
+
+@pytest.mark.parametrize("keys", HOSTILE)
+async def test_no_policy_makes_its_terminal_a_bug_or_holds_it_for_long(provider: LocalProvider, keys: str) -> None:
+    began = time.monotonic()
+    async with terminal(provider, replace(PROMPT, patience_s=0.3, history_lines=2000)) as term:
+        views = [await press(term, keys), await press(term, "C-c"), await press(term, "echo b\n")]
+    assert all(len((view.new or "").encode()) < 11_000 and len(view.screen.encode()) < 11_000 for view in views)
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("keys", ["exit\n", "C-d", "kill -9 $$\n", "tmux kill-server\n", "pkill -9 tmux\n"])
