@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from envs.tasksets.shell import write_task_set
+
 pytestmark = pytest.mark.ray
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -150,12 +152,12 @@ def test_what_is_uploaded_excludes_environment_runs_and_caches(head: Head, check
 
 @pytest.mark.sandbox
 def test_a_harvest_runs_as_a_submitted_job(head: Head, checkout: Path, tmp_path: Path) -> None:
-    run = tmp_path / "harvest"
+    run, tasks = tmp_path / "harvest", tmp_path / "tasks"
+    write_task_set(tasks, split="train", count=4, seed=0)
     done = submit(
         head,
         checkout,
-        *("python", "-m", "recipes.harvest", "--tasks", "shell:train", "--limit", "4", "--harness", "oracle"),
-        *("--run", str(run)),
+        *("python", "-m", "recipes.harvest", "--tasks", str(tasks), "--harness", "oracle", "--run", str(run)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
