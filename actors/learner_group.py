@@ -32,7 +32,7 @@ class LearnerGroupConfig:
     num_ranks: int = 1
     step_deadline_s: float = 3600.0
     start_deadline_s: float = 600.0
-    resources: Resources = field(default_factory=lambda: Resources(threads=2))
+    resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -58,13 +58,13 @@ class LearnerRank:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def build(self, address: str) -> int:
-        """Joins the process group, builds the Learner, and returns the world size that torch reports."""
+    def build(self, address: str) -> tuple[int, str]:
+        """Joins the process group, builds the Learner; returns the world size that torch reports and the sharding."""
         from learners.learner import Learner, init_process_group
 
         world_size = init_process_group(address, rank=self._rank, world_size=self._num_ranks)
         self._learner = Learner(self._config, model=self._model, rank=self._rank, world_size=self._num_ranks)
-        return world_size
+        return world_size, self._learner.sharding
 
     def forward_backward(self, plan: RankPlan, loss: LossConfig) -> dict[str, float]:
         return self._learner.forward_backward(plan, loss=loss, store=self._store)
@@ -100,11 +100,13 @@ class LearnerRank:
 class LearnerGroup:
     """All ranks as one Learner; made by `start_learner_group`."""
 
-    def __init__(self, config: LearnerGroupConfig, ranks: list[Any], *, world_size: int) -> None:
+    def __init__(self, config: LearnerGroupConfig, ranks: list[Any], *, world_size: int, sharding: str) -> None:
         self._config = config
         self._ranks = ranks
         self.world_size = world_size
         """Number of ranks as torch.distributed reports it."""
+        self.sharding = sharding
+        """How torch shards the weights: the class that `fully_shard` made of the network."""
 
     async def forward_backward(self, plan: BatchPlan, loss: LossConfig) -> dict[str, float]:
         """Gradients of one step over all ranks; metrics are the same on each, reduced there."""
@@ -164,13 +166,13 @@ async def start_learner_group(
     ]
     try:
         address = await call(ranks[0].rendezvous, deadline_s=config.start_deadline_s, what="start of learner rank 0")
-        sizes = await asyncio.gather(
+        built = await asyncio.gather(
             *(
                 call(rank.build, address, deadline_s=config.start_deadline_s, what=f"build of learner rank {index}")
                 for index, rank in enumerate(ranks)
             )
         )
-        yield LearnerGroup(config, ranks, world_size=sizes[0])
+        yield LearnerGroup(config, ranks, world_size=built[0][0], sharding=built[0][1])
     finally:
         for rank in ranks:
             ray.kill(rank)

@@ -54,6 +54,11 @@ class Learner:
         self.num_skipped = 0
         """Steps that changed nothing: no gradient, or one that was not finite."""
 
+    @property
+    def sharding(self) -> str:
+        """Class of the network as `fully_shard` made it: "FSDPPolicyNetwork"."""
+        return type(self._network).__name__
+
     def forward_backward(self, plan: RankPlan, loss: LossConfig, store: Path) -> dict[str, float]:
         """Adds the gradients of this rank's share; metrics of the whole step over all ranks.
 

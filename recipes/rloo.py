@@ -7,10 +7,8 @@ at v - max_staleness or later; weights move into the servers while they generate
     python -m recipes.rloo --policy runs/sft/model --learner.num-ranks 2 --policy.num-servers 2
 """
 
-import asyncio
 import dataclasses
 import itertools
-import json
 import logging
 import random
 import time
@@ -22,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from actors.cluster import ClusterConfig, require, start_cluster
+from actors.cluster import ClusterConfig, start_cluster
 from actors.inference_pool import start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
@@ -127,6 +125,7 @@ async def main(config: Config) -> dict[str, Any]:
             rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
         )
         loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
+        began = time.monotonic()
         try:
             for step in run.steps(config.steps, start=version.n):
                 clock = _Clock()
@@ -143,15 +142,27 @@ async def main(config: Config) -> dict[str, Any]:
                 consumed |= {group.group_id for group in groups}
                 version = dataclasses.replace(version, n=step + 1)
                 metrics |= await weights.publish(version) | clock.lap("publish_s")
-                buffer.advance(version)
-                run.log(step + 1, metrics)
-                if (step + 1) % config.checkpoint_every == 0:
+                buffer.advance(servers.oldest_version())
+                run.log(step + 1, metrics | buffer.metrics())
+                if version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, learner, version, consumed)
         finally:
             await _checkpoint(run, learner, version, consumed)
             await learner.save_pretrained(run.directory / "model")
-        summary = _summary(run, weights, learner, rollouts, servers)
+        summary = {
+            "rl_steps": version.n,
+            "seconds": time.monotonic() - began,
+            "weight_syncs": weights.num_syncs,
+            "weight_syncs_in_flight": weights.num_syncs_in_flight,
+            "max_staleness_seen": buffer.max_staleness_seen,
+            "logprob_gap_mean": weights.probe_gap_mean,
+            "engine": servers.engine,
+            "learner": learner.sharding,
+            "world_size": learner.world_size,
+            "sandbox": rollouts.sandbox,
+        }
         run.summary(summary)
+        print(f"trained {version.n} steps; model in {run.directory / 'model'}")
         return summary
 
 
@@ -169,15 +180,14 @@ async def _checkpoint(run: Run, learner: LearnerGroup, version: PolicyVersion, c
     name = f"{version.lineage}-{version.n:06d}"
     await learner.save(run.directory / "checkpoints" / name)
     state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(consumed)}
-    write_atomically(run.directory / "state.json", json.dumps(state))
+    run.save_state(state)
 
 
 async def _restore(run: Run, learner: LearnerGroup) -> tuple[PolicyVersion, set[str]]:
     """Where the run stands: (version, consumed Groups); a restore starts a new lineage."""
-    path = run.directory / "state.json"
-    if not path.is_file():
+    state = run.load_state()
+    if state is None:
         return PolicyVersion(lineage=0, n=0), set()
-    state = json.loads(path.read_text())
     await learner.load(run.directory / "checkpoints" / state["checkpoint"])
     return PolicyVersion(lineage=state["lineage"] + 1, n=state["n"]), set(state["consumed"])
 

@@ -3,6 +3,7 @@
     config.json     resolved config, git revision, package versions, hardware; one entry for each restart
     metrics.jsonl   one line a step       tb/   the same as TensorBoard events
     summary.json    results, merged as they come       error.txt   traceback of the error that ended it
+    state.json      where to go on after a restart
 
 Invariant: one process at a time uses a directory, and a directory holds one config. Called by every recipe.
 """
@@ -76,6 +77,15 @@ class Run:
         path = self.directory / "summary.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         _write_json(path, before | to_json(values))
+
+    def save_state(self, state: Any) -> None:
+        """Replaces state.json, from which the run goes on after a restart; whole or not at all."""
+        _write_json(self.directory / "state.json", state)
+
+    def load_state(self) -> Any | None:
+        """What `save_state` wrote last; None in a new run."""
+        path = self.directory / "state.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Bar]:
         """A bar with rate and ETA for the length of a `with` block: `bar.advance()`."""

@@ -128,7 +128,7 @@ async def main(config: Config) -> dict[str, Any]:
             "ended_by": reason,
             "num_demonstrations": len(training),
             "world_size": learner.world_size,
-            "learner": "fsdp2",
+            "learner": learner.sharding,
         }
         run.summary(summary)
         print(f"trained {step} steps in {summary['seconds']:.0f} s, ended by {reason}; model in {config.run / 'model'}")
