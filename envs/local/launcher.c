@@ -42,6 +42,15 @@ static void write_text(const char *path, const char *text) {
     close(fd);
 }
 
+/* Never lower than it is, which only root may: a driver that is itself to be killed first stays so. */
+static void raise_oom_score(const char *wanted) {
+    char text[16] = "";
+    int fd = open("/proc/self/oom_score_adj", O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || read(fd, text, sizeof text - 1) < 0) fail("read", "/proc/self/oom_score_adj");
+    close(fd);
+    if (atoi(text) < atoi(wanted)) write_text("/proc/self/oom_score_adj", wanted);
+}
+
 static int limit(int resource, rlim_t value) {
     struct rlimit r;
     if (getrlimit(resource, &r)) return -1;
@@ -119,7 +128,7 @@ int main(int argc, char **argv) {
     if (syscall(SYS_close_range, HOST + 1, ~0u, 0)) fail("close_range", "");
     if (open(argv[6], O_RDONLY) != SECCOMP) fail("open", argv[6]);
     for (int i = 7; i < argc; i++) write_text(argv[i], "0");
-    write_text("/proc/self/oom_score_adj", argv[2]);
+    raise_oom_score(argv[2]);
     if (chdir("/")) fail("chdir", "/");
     if (uid >= 0) drop_to(uid);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("prctl", "PDEATHSIG"); /* after the drop, which clears it */

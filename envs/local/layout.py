@@ -4,6 +4,7 @@ Invariant: of a Task only environment/ goes in; tests/ and solution/ are never r
 in one tmpfs of limited size (and /dev/shm). Called by envs/local/provider.py.
 """
 
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def plan_layout(task: Task) -> Layout:
     )
 
 
-def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> list[str]:
+@functools.lru_cache(maxsize=64)
+def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> tuple[str, ...]:
     """Everything after "bwrap": namespaces, mounts, filter (descriptor 4) and the agent as the first process."""
     namespaces = ("user", "pid", "ipc", "uts", "net", "cgroup")
     args = [f"--unshare-{namespace}" for namespace in namespaces]
@@ -99,7 +101,7 @@ def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> list[str]:
     args += ["--proc", "/proc", "--dev", "/dev"]
     args += ["--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     args += ["--ro-bind", str(staged.agent.parent), _BOX_DIR, "--chdir", "/", "--", f"{_BOX_DIR}/{staged.agent.name}"]
-    return args
+    return tuple(args)
 
 
 def dir_entries(source: Path, target: str) -> Iterator[bytes]:

@@ -7,12 +7,14 @@ Called by envs/local/provider.py and envs/local/sandbox.py.
 """
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import os
 import signal
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +57,7 @@ class Slot:
         self._limits: BoxLimits | None = None
         self._oom_before = (0, 0)
         self.group = group
+        self.driver = os.getpid()
         self.is_broken = False
         self.ended: asyncio.Future[int | None] | None = None
         """Resolves to the box's wait status; None when the launcher itself went."""
@@ -127,6 +130,17 @@ class Slot:
         if self.group is not None:
             await self.group.remove()
 
+    def abandon(self) -> None:
+        """`close` at interpreter exit, when no event loop runs any more; gives the box 2 s to vanish."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        deadline = time.monotonic() + 2
+        while self.group is not None and not self.group.remove_now() and time.monotonic() < deadline:
+            self.group.kill()
+            time.sleep(0.002)
+
     def _close_socket(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
@@ -169,7 +183,7 @@ class SlotPool:
             slot = self._waiting.pop()
             if not slot.is_broken:
                 return slot
-            await slot.close()
+            await self._close(slot)
         number = next(_numbers)
         group = self._config.cgroups.create(cgroup_name(number)) if self._config.cgroups else None
         try:
@@ -178,24 +192,40 @@ class SlotPool:
             if group is not None:
                 group.remove_now()
             raise
+        _open.add(slot)
         try:
             await slot.parked()
         except BaseException:
-            await asyncio.shield(slot.close())
+            await asyncio.shield(self._close(slot))
             raise
         return slot
 
     async def give_back(self, slot: Slot) -> None:
         """Keeps the slot for the next box, or closes it when it is broken or one too many."""
         if slot.is_broken or slot.ended is not None or len(self._waiting) >= self._max_parked:
-            await slot.close()
+            await self._close(slot)
         else:
             self._waiting.append(slot)
 
     async def close(self) -> None:
         """Closes every waiting slot."""
         while self._waiting:
-            await self._waiting.pop().close()
+            await self._close(self._waiting.pop())
+
+    async def _close(self, slot: Slot) -> None:
+        await slot.close()
+        _open.discard(slot)
+
+
+_open: set[Slot] = set()
+
+
+@atexit.register
+def _abandon() -> None:
+    """For a driver that ends without closing its provider; a forked child leaves its parent's slots alone."""
+    for slot in _open:
+        if slot.driver == os.getpid():
+            slot.abandon()
 
 
 def _spawn(config: SlotConfig, fd: int, number: int, group: SlotCgroup | None) -> int:

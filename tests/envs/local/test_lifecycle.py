@@ -14,7 +14,9 @@ import pytest
 
 from envs.errors import SandboxError, SandboxRefused
 from envs.local.cgroups import find_cgroups
+from envs.local.layout import bwrap_arguments
 from envs.local.provider import LocalProvider
+from envs.local.staging import Staged
 from tests.envs.local.boxes import IS_ROOT, SMALL, make_provider, make_task
 from tests.envs.local.test_attacks import find_process
 
@@ -115,11 +117,18 @@ async def main():
     provider = make_provider()
     async with provider.start(make_task(**SMALL), owner="a") as a, provider.start(make_task(**SMALL), owner="b") as b:
         await a.exec("setsid sleep 4323.5 >/dev/null 2>&1 &", timeout_s=20)
-        running = asyncio.create_task(b.exec("sleep 4324.5", timeout_s=999))
+        running = asyncio.create_task(b.exec("sleep 4324.5; true", timeout_s=999))
         await asyncio.sleep(0.3)
         print("up", flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
+"""
+
+
+FORGETFUL = """
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+print(os.getpid())
 """
 
 
@@ -150,6 +159,17 @@ def descendants_by_cgroup(pid: int) -> list[str]:
         return []
     parents = set(find_cgroups().parents.values())
     return [line for p in parents for f in p.glob(f"thresher-{pid}-*/cgroup.procs") for line in f.read_text().split()]
+
+
+def test_a_driver_that_ends_without_closing_its_provider_leaves_nothing() -> None:
+    ended = DRIVER.replace('print("up", flush=True)', "return").replace("asyncio.run(main())", FORGETFUL)
+    done = subprocess.run([sys.executable, "-c", ended], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr
+    pid = int(done.stdout)
+    if IS_ROOT:
+        parents = set(find_cgroups().parents.values())
+        assert not any(list(parent.glob(f"thresher-{pid}-*")) for parent in parents)
+    assert not find_process("sleep 4323.5")
 
 
 @needs_cgroups
@@ -212,10 +232,8 @@ async def test_an_unisolated_bwrap_is_refused(tmp_path: Path, monkeypatch: pytes
     await real.provenance()
     await real.close()
 
-    def without_network_namespace(*args: object, **kwargs: object) -> list[str]:
-        return [argument for argument in arguments(*args, **kwargs) if argument != "--unshare-net"]  # type: ignore[arg-type]
-
-    from envs.local.layout import bwrap_arguments as arguments
+    def without_network_namespace(staged: Staged, *, disk_bytes: int) -> list[str]:
+        return [each for each in bwrap_arguments(staged, disk_bytes=disk_bytes) if each != "--unshare-net"]
 
     monkeypatch.setattr("envs.local.provider.bwrap_arguments", without_network_namespace)
     provider = make_provider()

@@ -26,7 +26,8 @@ def test_plain_words_are_what_bash_would_pass(command: str, words: list[str]) ->
 @pytest.mark.parametrize(
     "command",
     ["echo hi", "", " ", "/bin/echo $HOME", "/bin/ls | wc", "/bin/ls\nls", "tmux ~/x", "A=1 /bin/ls", "/bin/ls a*",
-     "/b 'x",      "/bin/ls `id`", '/bin/echo "$A"', "/bin/ls &", "/bin/ls >x", "/bin/ls {a,b}", "/bin/ls #x", "tmux2", "/bin/l's'",
+     "/b 'x", "/bin/ls `id`", '/bin/echo "$A"', "/bin/ls &", "/bin/ls >x", "/bin/ls {a,b}", "/bin/ls #x", "tmux2",
+     "/bin/l's'",
      "x=/bin/ls y", "/bin/ls \\\n x", "/bin/" + "a b " * 300],
 )  # fmt: skip
 def test_what_a_shell_must_read_has_no_plain_words(command: str) -> None:
