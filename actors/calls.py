@@ -7,7 +7,7 @@ Called by every shell in actors/.
 import asyncio
 from typing import Any
 
-import ray
+import ray.exceptions
 
 from actors.errors import ActorDied, DeadlineMissed
 

@@ -85,7 +85,7 @@ class RolloutPool:
                 self._slots.release()
 
     async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
-        """Handles of all Groups, each as it finishes; at most as many in flight as there are slots for, and one more."""
+        """Handles of all Groups, each as it finishes; at most one more in flight than there are slots for."""
         ahead = max(1, self._config.max_rollouts // size) + 1
         running: set[asyncio.Task[GroupHandle]] = set()
         waiting = iter(requests)
@@ -103,7 +103,11 @@ class RolloutPool:
 
     @asynccontextmanager
     async def stream(
-        self, requests: Iterable[GroupRequest], size: int, buffer: GroupBuffer, oldest_served: Callable[[], PolicyVersion]
+        self,
+        requests: Iterable[GroupRequest],
+        size: int,
+        buffer: GroupBuffer,
+        oldest_served: Callable[[], PolicyVersion],
     ) -> AsyncIterator["RolloutStream"]:
         """A stream of Groups that feeds a learner, paced by the buffer's admission, for the length of the block."""
         stream = RolloutStream(self, requests, size, buffer, oldest_served)
@@ -186,8 +190,10 @@ async def start_rollout_pool(
     A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
     """
     actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
-    workers = [actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
-        for index in range(config.num_workers)]
+    workers = [
+        actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
+        for index in range(config.num_workers)
+    ]
     try:
         names = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")

@@ -83,7 +83,7 @@ class EpisodeConfig:
 
 
 def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
-    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); the oracle and nop need neither."""
+    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither."""
     return Episode(
         provider=LocalProvider(config.sandbox),
         harness=_harness(config),
@@ -101,11 +101,10 @@ def _harness(config: EpisodeConfig) -> Harness:
 def _converse(
     config: EpisodeConfig, model: Path | None, sampler: Sampler | None
 ) -> Callable[[Task, str], Conversation]:
-    match config.harness:
-        case HarnessName.NOP:
-            return lambda task, key: ScriptedConversation(())
-        case HarnessName.ORACLE:
-            return lambda task, key: oracle_conversation(task, config.prompts.prompts)
+    if config.harness is HarnessName.NOP:
+        return lambda task, key: ScriptedConversation(())
+    if config.harness is HarnessName.ORACLE:
+        return lambda task, key: oracle_conversation(task, config.prompts.prompts)
     if model is None or sampler is None:
         raise ValueError(f"harness {config.harness} needs a served policy")
     renderer = load_renderer(model)

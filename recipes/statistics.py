@@ -58,7 +58,7 @@ def solved_rate(rewards_by_task: Mapping[str, Sequence[float | None]]) -> Solved
 def paired_gain(
     before: Mapping[str, Sequence[float | None]], after: Mapping[str, Sequence[float | None]]
 ) -> tuple[float, tuple[float, float]]:
-    """(mean of after - before, its 95% interval) over the Tasks that are valid in both, paired by Task (Student's t)."""
+    """(mean of after - before, its 95% interval) over Tasks that are valid in both, paired by Task (Student's t)."""
     pairs = [
         (np.mean([r >= 1 for r in first]), np.mean([r >= 1 for r in second]))
         for task in before.keys() & after.keys()

@@ -32,7 +32,7 @@ class Sample:
 
 
 def conversation_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
-    """The Sample of a conversation that was written, not sampled: its trained log-probabilities are NaN, never recorded."""
+    """The Sample of a conversation that was written, not sampled: its trained log-probabilities are NaN."""
     trained = np.asarray(mask, np.bool_)
     return Sample(
         ids=np.asarray(ids, np.int32), mask=trained, logprobs=np.where(trained, np.float32("nan"), np.float32(0))
