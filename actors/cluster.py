@@ -24,7 +24,7 @@ class ClusterConfig:
     """Where a run's actors live."""
 
     address: str | None = None
-    """Ray cluster to join; None joins the one of RAY_ADDRESS (as in a submitted job) or else starts one for this run."""
+    """Ray cluster to join; None joins the one of RAY_ADDRESS (as in a job) or else starts one for this run."""
     object_store_mb: int = 256
     """Object store of a cluster started here, in MiB; payloads travel by disk, so it may be small."""
 

@@ -204,7 +204,7 @@ async def start_rollout_pool(
         await pool.close()
     finally:
         for worker in workers:
-            ray.kill(worker)
+            ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
 
 
 async def _cancel(tasks: set) -> None:
