@@ -75,6 +75,8 @@ class ServerConfig:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         if self.num_gpus:
             return common
@@ -99,6 +101,7 @@ class ServerConfig:
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": self.worker_extension,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
         if self.num_gpus == 0:
             args["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)

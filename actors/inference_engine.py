@@ -17,7 +17,7 @@ from typing import Any
 
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError
-from actors.weight_proof import Noise
+from actors.weight_noise import Noise
 from actors.weight_stage import Manifest, parse_version, version_label
 from envs.errors import ContextLimit
 from envs.sampler import Completion, SamplingParams
@@ -103,8 +103,9 @@ class Engine:
         return f"{type(self._llm).__module__}.{type(self._llm).__qualname__}"
 
     def close(self) -> None:
-        """Stops vLLM's processes."""
+        """Stops vLLM's processes; nothing works afterwards."""
         self._llm.shutdown()
+        self._llm = None  # its destructor runs now, not while the interpreter ends
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, stop_ids: Sequence[int], request_id: str
@@ -114,7 +115,9 @@ class Engine:
         Raises ContextLimit, ServerNotReady, ServerGone and NonFiniteLogprobs.
         """
         if len(prompt_ids) >= self._config.max_model_len:
-            raise ContextLimit(f"prompt of {len(prompt_ids)} tokens, but {self._name} takes {self._config.max_model_len - 1}")
+            raise ContextLimit(
+                f"prompt of {len(prompt_ids)} tokens, but {self._name} takes {self._config.max_model_len - 1}"
+            )
         self.num_waiting += 1
         try:
             await self._slots.acquire()
@@ -198,13 +201,13 @@ class Engine:
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         return await self._llm.collective_rpc(method, args=args)
 
-    def _raise_if_wrong(
-        self, manifest: Manifest, loaded: list[dict[str, Any]], checked: list[dict[str, Any]]
-    ) -> None:
+    def _raise_if_wrong(self, manifest: Manifest, loaded: list[dict[str, Any]], checked: list[dict[str, Any]]) -> None:
         version = version_label(manifest.version)
         corrupt = sorted({name for part in loaded for name in part["corrupt"]})
         if corrupt:
-            raise VersionProofError(f"{self._name}: bytes staged for version {version} differ from the learner's: {_few(corrupt)}")
+            raise VersionProofError(
+                f"{self._name}: bytes staged for version {version} differ from the learner's: {_few(corrupt)}"
+            )
         stale = sorted({name for part in checked for name in part["stale"]})
         if stale:
             raise VersionProofError(f"{self._name}: kernels do not hold version {version} of {_few(stale)}")
@@ -229,8 +232,8 @@ class Engine:
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
         output: Any = None
         try:
-            async for output in self._llm.generate(prompt, params, request_id=request_id):
-                pass
+            async for part in self._llm.generate(prompt, params, request_id=request_id):
+                output = part
         except EngineDeadError as error:
             raise ServerGone(f"{self._name}: its vLLM engine died") from error
         if output is None or output.outputs[0].finish_reason == "abort":

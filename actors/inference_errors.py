@@ -1,7 +1,7 @@
 """What can go wrong between a Sampler, its servers and their weights.
 
-Invariant: every message names the server, and what did not come or did not match. Raised by the inference and weight-sync
-modules of actors/; importable without Ray, vLLM or torch.
+Invariant: every message names the server, and what did not come or did not match. Raised by the inference and
+weight-sync modules of actors/; importable without Ray, vLLM or torch.
 
 SamplerError (envs.errors)      a rollout's request got no Completion        -> outcome sampler_error
 +-- ServerGone                  the server died or dropped the connection; the request may run elsewhere

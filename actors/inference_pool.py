@@ -18,9 +18,9 @@ from actors.errors import ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
 from actors.inference_engine import LoadReport
 from actors.inference_errors import ServerNotReady, ServerStartError
-from actors.inference_sampler import PoolSampler
+from actors.inference_sampler import ActorLocator, PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
-from actors.weight_proof import Noise
+from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
 from trajectories.schema import PolicyVersion
 
@@ -44,6 +44,7 @@ class ServerHandle:
         return self.health.version if self.health is not None and self.health.is_ready else None
 
     async def start(self, version: PolicyVersion | None, deadline_s: float) -> None:
+        """Loads the model; `version` names the weights on disk, None samples nothing before the first load."""
         self.health = await self._call("start", version, deadline_s=deadline_s)
 
     async def refresh(self, deadline_s: float) -> None:
@@ -51,14 +52,17 @@ class ServerHandle:
         self.health = await self._call("health", deadline_s=deadline_s)
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, deadline_s: float) -> LoadReport:
+        """Replaces the weights and reads them back; see Engine.load."""
         report = await self._call("load", manifest, mode, max_columns, deadline_s=deadline_s)
         await self.refresh(deadline_s)
         return report
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise, deadline_s: float) -> None:
+        """Pushes the stage with noise; nothing is sampled until the next load."""
         await self._call("load_disturbed", manifest, noise, deadline_s=deadline_s)
 
     async def probe(self, ids: Sequence[int], deadline_s: float) -> list[float]:
+        """Log-probability of each of `ids` after the first."""
         return await self._call("probe", ids, deadline_s=deadline_s)
 
     async def quarantine(self, reason: str, deadline_s: float) -> None:
@@ -76,7 +80,9 @@ class InferencePool:
     def __init__(self, config: InferencePoolConfig, servers: Sequence[ServerHandle], model: Path) -> None:
         self._config = config
         self.servers = tuple(servers)
-        self.is_exact = (saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype) is DType.FLOAT32
+        self.is_exact = (
+            saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
+        ) is DType.FLOAT32
         """True where servers compute in float32, so that a probe must match the learner's."""
         self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
         self.num_restarts = 0
@@ -88,7 +94,9 @@ class InferencePool:
 
     def sampler(self) -> PoolSampler:
         """A Sampler over these servers; picklable, and each process that gets one connects on its own."""
-        return PoolSampler(self._config, {server.name: server.actor for server in self.servers})
+        return PoolSampler(
+            self._config, {server.name: ActorLocator(server.name, server.actor) for server in self.servers}
+        )
 
     def oldest_version(self) -> PolicyVersion:
         """The oldest version that a server still samples with; servers that sample nothing do not count."""
@@ -101,7 +109,9 @@ class InferencePool:
 
     async def stats(self) -> dict[str, float]:
         """Sums over the servers that answer."""
-        await asyncio.gather(*(server.refresh(self._config.health_timeout_s) for server in self.servers if server.health))
+        await asyncio.gather(
+            *(server.refresh(self._config.health_timeout_s) for server in self.servers if server.health)
+        )
         healths = [server.health for server in self.servers if server.health is not None]
         prompt = sum(health.num_prompt_tokens for health in healths)
         return {

@@ -1,7 +1,7 @@
 """The pool as a Sampler, inside the process of a rollout worker.
 
-Invariant: a trajectory stays on one server while that server lives (its prefix cache is there), and a sample fails only when
-its deadline or its attempts are over. Made by InferencePool.sampler, pickled to workers; connects on first use.
+Invariant: a trajectory stays on one server while that server lives (its prefix cache is there), and a sample fails only
+when its deadline or its attempts are over. Made by InferencePool.sampler, pickled to workers; connects on first use.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from actors.calls import call
+from actors.errors import ClusterError
 from actors.inference_config import InferencePoolConfig
 from actors.inference_errors import ServerGone, ServerNotReady
 from actors.inference_wire import Address, Channel, Request
@@ -23,35 +25,36 @@ RETRY_S = 0.5
 """Pause before a server that failed is asked again."""
 
 
+Locator = Callable[[], Awaitable[Address | None]]
+"""Gives a server's address, or None while it samples nothing."""
+
+
 class PoolSampler:
     """A Sampler. Sticky by key, least loaded for new keys, elsewhere when a server dies."""
 
-    def __init__(self, config: InferencePoolConfig, actors: Mapping[str, Any]) -> None:
-        """`actors`: server names to actor handles whose `health` tells the address."""
+    def __init__(self, config: InferencePoolConfig, locators: Mapping[str, Locator]) -> None:
+        """`locators`: server names to what tells where that server listens; picklable."""
         self._config = config
-        self._actors = dict(actors)
+        self._locators = dict(locators)
         self._routes: list[Route] = []
         self._sticky: dict[str, Route] = {}
 
-    def __getstate__(self) -> tuple[InferencePoolConfig, dict[str, Any]]:
-        return self._config, self._actors
-
-    def __setstate__(self, state: tuple[InferencePoolConfig, dict[str, Any]]) -> None:
-        self.__init__(*state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PoolSampler, (self._config, self._locators)
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, stop_ids: Sequence[int], key: str
     ) -> Completion:
         """Raises SamplerError, naming the servers, after `request_timeout_s` seconds or `max_attempts` failures."""
         if not self._routes:
-            self._routes = [Route(name, _locate(name, actor)) for name, actor in self._actors.items()]
+            self._routes = [Route(name, locate) for name, locate in self._locators.items()]
         request = Request(prompt_ids=prompt_ids, params=params, stop_ids=stop_ids)
         failures: list[str] = []
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 return await self._sample(request, key, failures)
         except TimeoutError as error:
-            asked = self._sticky[key].name if key in self._sticky else ", ".join(self._actors)
+            asked = self._sticky[key].name if key in self._sticky else ", ".join(self._locators)
             detail = f"; before that: {'; '.join(failures)}" if failures else ""
             raise SamplerError(
                 f"no completion from {asked} within {self._config.request_timeout_s:g} s{detail}"
@@ -91,8 +94,7 @@ class PoolSampler:
 class Route:
     """The way to one server: a connection that is made when needed, and made anew after the server came back."""
 
-    def __init__(self, name: str, locate: Callable[[], Awaitable[Address | None]]) -> None:
-        """`locate` gives the server's address, or None while it samples nothing."""
+    def __init__(self, name: str, locate: Locator) -> None:
         self.name = name
         self._locate = locate
         self._opening = asyncio.Lock()
@@ -101,6 +103,7 @@ class Route:
 
     @property
     def channel(self) -> Channel:
+        """The open connection."""
         assert self._channel is not None, "open() came first"
         return self._channel
 
@@ -141,18 +144,18 @@ class Route:
         return self._channel is not None
 
 
-def _locate(name: str, actor: Any) -> Callable[[], Awaitable[Address | None]]:
-    """Asks the actor where it listens; None while it is dead, restarting or without weights."""
+class ActorLocator:
+    """Asks a server's actor where it listens."""
 
-    async def locate() -> Address | None:
-        from actors.calls import call
-        from actors.errors import ClusterError
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
 
+    async def __call__(self) -> Address | None:
+        """None while the actor is dead, restarting or without weights."""
         try:
-            health = await call(actor.health, deadline_s=30, what=f"address of {name}")
+            health = await call(self._actor.health, deadline_s=30, what=f"address of {self._name}")
         except (ClusterError, ServerNotReady) as error:
-            logger.warning("server=%s has no address: %s", name, str(error).splitlines()[0])
+            logger.warning("server=%s has no address: %s", self._name, str(error).splitlines()[0])
             return None
         return health.address if health.is_ready else None
-
-    return locate

@@ -1,7 +1,7 @@
 """The inference server: a Ray actor around one Engine.
 
-Invariant: the actor is a shell; the Engine holds the state, and when the Engine dies the actor's process ends with it, so
-that Ray starts it anew. Started and called by actors/inference_pool.py; rollout workers reach it by its socket.
+Invariant: the actor is a shell; the Engine holds the state, and when it dies the actor's process ends with it, so that
+Ray starts it anew. Started and called by actors/inference_pool.py; rollout workers reach it by its socket.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
 from actors.inference_errors import ServerNotReady
 from actors.inference_wire import Address, Request, serve
-from actors.weight_proof import Noise
+from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
 from envs.sampler import Completion
 from trajectories.schema import PolicyVersion
@@ -55,7 +55,10 @@ class InferenceServer:
         self._address: Address | None = None
 
     async def start(self, version: PolicyVersion | None) -> ServerHealth:
-        """Loads the model and listens, unless that is done. `version` names the weights on disk; None waits for `load`."""
+        """Loads the model and listens, unless that is done.
+
+        `version` names the weights on disk; None samples nothing before the first `load`.
+        """
         async with self._starting:
             if self._engine is None:
                 self._engine = await Engine.start(self._model, self._config, name=self._name, version=version)
@@ -65,6 +68,7 @@ class InferenceServer:
         return await self.health()
 
     async def health(self) -> ServerHealth:
+        """How it is; ends the process when the engine is dead."""
         engine, address = self._started(), self._address
         assert address is not None, "set where the engine is"
         if engine.is_dead:
@@ -83,15 +87,19 @@ class InferenceServer:
         )
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int) -> LoadReport:
+        """See Engine.load."""
         return await self._started().load(manifest, mode=mode, max_columns=max_columns)
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
+        """See Engine.load_disturbed."""
         await self._started().load_disturbed(manifest, noise)
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
+        """See Engine.probe."""
         return await self._started().probe(ids)
 
     async def quarantine(self, reason: str) -> None:
+        """See Engine.quarantine."""
         self._started().quarantine(reason)
 
     async def _handle(self, request: Request, request_id: str) -> Completion:

@@ -242,7 +242,7 @@ def _unpack_ids(data: bytes) -> Sequence[int]:
 
 
 def _write(writer: asyncio.StreamWriter, message: Any) -> None:
-    body = msgpack.packb(message)
+    body: bytes = msgpack.Packer().pack(message)
     writer.write(LENGTH.pack(len(body)) + body)
 
 

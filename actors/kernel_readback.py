@@ -60,8 +60,7 @@ def _agrees(part: KernelPart, tensor: torch.Tensor, *, max_columns: int, start: 
     columns = torch.arange(expected.shape[-1])
     if part.packed and max_columns < len(columns):
         columns = (columns[:: len(columns) // max_columns][:max_columns] + start) % len(columns)
-    held = part.read(columns)
-    held = held[part.rows] if expected.ndim > 1 else held[part.rows]
+    held = part.read(columns)[part.rows]
     wanted = (expected[:, columns] if expected.ndim > 1 else expected).to(held.dtype)
     return wanted.numel() if torch.equal(held, wanted) else 0
 

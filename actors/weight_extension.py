@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker: loads a stage, and reads back what the kernels hold.
 
-Invariant: `load_stage` leaves no tensor of the old version in any kernel, tied and prepacked copies included, or raises.
+Invariant: `load_stage` leaves no tensor of the old version in any kernel, tied and prepacked copies included.
 Mixed into vLLM's worker class (`worker_extension_cls`) and called through collective_rpc by actors/inference_server.py.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from actors.kernel_readback import compare_kernels
-from actors.weight_proof import Noise, disturb
+from actors.weight_noise import Noise, disturb
 from actors.weight_stage import Manifest, digest_of, manifest_from_message, read_stage
 
 
@@ -28,7 +28,7 @@ class WeightExtension:
         return ctypes.CDLL(None).prctl(1, signal.SIGKILL) == 0
 
     def load_stage(self, message: dict[str, Any], noise: dict[str, Any] | None) -> dict[str, Any]:
-        """Replaces all weights by those of a stage; returns seconds, and the names whose bytes do not have their digest.
+        """Replaces all weights by those of a stage; returns seconds, and names whose bytes do not have their digest.
 
         `noise` holds the fields of a Noise (the canary); None loads the stage as it is.
         """
@@ -41,7 +41,7 @@ class WeightExtension:
         return {"load_s": time.perf_counter() - began, "corrupt": corrupt}
 
     def read_back(self, message: dict[str, Any], max_columns: int) -> dict[str, Any]:
-        """Compares what the kernels hold with the stage, bit for bit; `max_columns` bounds the work on prepacked weights."""
+        """Compares what the kernels hold with the stage, bit for bit, prepacked weights on `max_columns` columns."""
         manifest = manifest_from_message(message)
         began = time.perf_counter()
         report = compare_kernels(self.model_runner.get_model(), manifest, max_columns=max_columns)

@@ -1,7 +1,7 @@
 """A staged set of weights: safetensors shards and their Manifest, in shared memory or on any file system.
 
-Invariant: a version's directory is complete or absent (written aside, then renamed), and a digest of each tensor's bytes
-was taken from what the learner held. Written by a learner rank, read by the servers' worker extension; no Ray, no vLLM.
+Invariant: a version's directory is complete or absent (written aside, then renamed), and the digest of each tensor was
+taken from what the learner held. Written by a learner rank, read by the servers' worker extension; no Ray, no vLLM.
 """
 
 import json
@@ -101,7 +101,7 @@ def digest_of(tensor: "torch.Tensor") -> str:
 
 
 def version_label(version: PolicyVersion) -> str:
-    """"lineage.n": directory name, vLLM weight version and cache salt of a policy version."""
+    """`lineage.n`: directory name, vLLM weight version and cache salt of a policy version."""
     return f"{version.lineage}.{version.n}"
 
 
@@ -172,7 +172,7 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, "torch.Tensor"]]
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:
     import torch
 
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _safetensors_dtype(tensor: "torch.Tensor") -> str:

@@ -1,7 +1,7 @@
 """Groups of tensors, and noise that makes a group visible: the canary's arithmetic.
 
 Invariant: noise depends only on the tensor's name and the scale, so every rank of a server draws its part of the same.
-Used by actors/weight_extension.py (in the engine) and actors/weight_sync.py (which group moved).
+Used by actors/weight_extension.py (in the engine) and actors/version_proof.py (which group moved).
 """
 
 import re
@@ -31,8 +31,8 @@ class Noise:
 def canary_groups(names: Sequence[str], probe_ids: Sequence[int]) -> dict[str, Noise]:
     """One Noise for each kind of tensor, by the name without its layer number, at scale 1.
 
-    Where the output head is tied to the embedding, "lm_head (tied)" disturbs only rows that the probe does not look up, so
-    that only the head's own, possibly prepacked, copy can show it.
+    Where the output head is tied to the embedding, "lm_head (tied)" disturbs only rows that the probe does not look up,
+    so that only the head's own, possibly prepacked, copy can show it.
     """
     groups = {group: Noise(names=members, scale=1.0) for group, members in tensor_groups(names).items()}
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)
