@@ -24,8 +24,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """Prefix-stable: the text of a message does not depend on what comes after it."""
-WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
-"""Pieces that may become one token: a word with the space before it, a digit, a run of punctuation, white space."""
+WORD_PATTERN = r"\.\p{L}+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+"""Pieces that may become one token: a file extension, a word with the space before it, a digit, a run of punctuation, white space."""
 TERMINUS_FRAMES = (
     '{"analysis":"","plan":"","commands":[{"keystrokes":"',
     '{"analysis":"","plan":"","commands":[],"task_complete":true}',
