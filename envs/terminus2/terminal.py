@@ -91,7 +91,8 @@ class Terminal:
     async def _view(self, capture: Capture) -> View:
         screen = _cut(capture.screen, self._config)
         start = new_start(self._seen, capture)
-        if start is None or self._seen is None:
+        may_be_trimmed = capture.history_size >= 0.9 * self._config.history_lines  # tmux drops a tenth when it is full
+        if start is None or self._seen is None or (start < capture.first_line and may_be_trimmed):
             return View(screen=screen, new=None, is_changed=True)
         if start < capture.first_line:
             return View(screen=screen, new=await self._long_output(start), is_changed=True)

@@ -18,7 +18,7 @@ from tests.envs.local.boxes import make_provider, make_task
 
 pytestmark = pytest.mark.sandbox
 
-PROMPT = replace(COMPACT.terminal, max_output_bytes=10_000, omission="[{num_bytes}]")
+PROMPT = replace(COMPACT.terminal, history_lines=100_000, max_output_bytes=10_000, omission="[{num_bytes}]")
 DURATION = TerminalConfig(wait=Wait.DURATION)
 
 
@@ -122,6 +122,13 @@ async def test_long_output_is_cut_inside_and_counted(provider: LocalProvider) ->
     async with terminal(provider) as term:
         view = await press(term, "seq 20000\n", duration_s=30)
         assert view.new == f"{text[:5000]}[{len(text) - 10_000}]{text[-5000:]}"
+        assert (await press(term, "echo on\n")).new == "$ echo on\non\n$"
+
+
+async def test_output_beyond_the_history_is_shown_as_a_screen(provider: LocalProvider) -> None:
+    async with terminal(provider, replace(PROMPT, history_lines=2000)) as term:
+        view = await press(term, "seq 20000\n", duration_s=30)
+        assert (view.new, view.screen.split("\n")[-2:]) == (None, ["20000", "$"])
         assert (await press(term, "echo on\n")).new == "$ echo on\non\n$"
 
 
