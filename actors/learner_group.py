@@ -42,7 +42,9 @@ class LearnerGroupConfig:
 class LearnerRank:
     """One rank's process. Imports torch where it runs, not where it is named."""
 
-    def __init__(self, config: LearnerConfig, model: Path, store: Path, rank: int, num_ranks: int, threads: int) -> None:
+    def __init__(
+        self, config: LearnerConfig, model: Path, store: Path, rank: int, num_ranks: int, threads: int
+    ) -> None:
         import torch
 
         torch.set_num_threads(threads)
@@ -67,21 +69,27 @@ class LearnerRank:
         return world_size, self._learner.sharding
 
     def forward_backward(self, plan: RankPlan, loss: LossConfig) -> dict[str, float]:
+        """See Learner."""
         return self._learner.forward_backward(plan, loss=loss, store=self._store)
 
     def optim_step(self) -> dict[str, float]:
+        """See Learner."""
         return self._learner.optim_step()
 
     def sequence_logprobs(self, plan: RankPlan) -> list[float]:
+        """See Learner."""
         return self._learner.sequence_logprobs(plan, store=self._store)
 
     def save(self, directory: Path) -> None:
+        """See Learner."""
         self._learner.save(directory)
 
     def load(self, directory: Path) -> None:
+        """See Learner."""
         self._learner.load(directory)
 
     def save_pretrained(self, directory: Path) -> None:
+        """See Learner."""
         self._learner.save_pretrained(directory)
 
     def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
@@ -94,6 +102,7 @@ class LearnerRank:
         return None
 
     def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
+        """See Learner.logprobs."""
         return self._learner.logprobs(ids)
 
 
@@ -118,7 +127,7 @@ class LearnerGroup:
         return (await self._each("optim_step"))[0]
 
     async def sequence_logprobs(self, plan: BatchPlan) -> list[float]:
-        """Summed log-probability of the trained tokens of each planned Sample, in the order of the plan, rank by rank."""
+        """Summed log-probability of each planned Sample's trained tokens, in the order of the plan, rank by rank."""
         per_rank = await self._each("sequence_logprobs", [(rank_plan,) for rank_plan in plan.ranks])
         return [value for values in per_rank for value in values]
 
@@ -161,7 +170,7 @@ async def start_learner_group(
     """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
     actor = ray.remote(LearnerRank).options(**config.resources.options())
     ranks = [
-        actor.remote(learner, model, store, rank, config.num_ranks, config.resources.threads)
+        actor.remote(learner, model, store, rank=rank, num_ranks=config.num_ranks, threads=config.resources.threads)
         for rank in range(config.num_ranks)
     ]
     try:
@@ -175,4 +184,4 @@ async def start_learner_group(
         yield LearnerGroup(config, ranks, world_size=built[0][0], sharding=built[0][1])
     finally:
         for rank in ranks:
-            ray.kill(rank)
+            ray.kill(rank)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is

@@ -52,7 +52,9 @@ class GroupRequest:
 class RolloutPool:
     """A fleet of rollout workers; made by `start_rollout_pool`."""
 
-    def __init__(self, config: RolloutPoolConfig, workers: list, *, sandbox: str, group_deadline_s: float) -> None:
+    def __init__(
+        self, config: RolloutPoolConfig, workers: list, *, sandbox: dict[str, str], group_deadline_s: float
+    ) -> None:
         self._config = config
         self._group_deadline_s = group_deadline_s
         self._workers = workers
@@ -60,7 +62,7 @@ class RolloutPool:
         self._slots = asyncio.Semaphore(config.max_rollouts)
         self._queue = asyncio.Lock()
         self.sandbox = sandbox
-        """Name of the sandbox provider that every worker reports."""
+        """What isolates the rollouts, as the workers report it."""
 
     async def play(self, request: GroupRequest, size: int) -> GroupHandle:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
@@ -195,11 +197,11 @@ async def start_rollout_pool(
         for index in range(config.num_workers)
     ]
     try:
-        names = [
+        provenances = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
             for index, worker in enumerate(workers)
         ]
-        pool = RolloutPool(config, workers, sandbox=names[0], group_deadline_s=episode.group_deadline_s)
+        pool = RolloutPool(config, workers, sandbox=provenances[0], group_deadline_s=episode.group_deadline_s)
         yield pool
         await pool.close()
     finally:

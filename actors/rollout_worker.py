@@ -28,9 +28,9 @@ class RolloutWorker:
         self._episode = build_episode(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
 
-    async def ready(self) -> str:
-        """The sandbox provider's name, once this worker can play."""
-        return self._episode.provider.name
+    async def ready(self) -> dict[str, str]:
+        """What isolates the rollouts, once this worker can play; SandboxRefused where nothing can."""
+        return dict(await self._episode.provider.provenance())
 
     async def play(self, task: Task, group_id: str, size: int) -> GroupHandle:
         """Plays one Group, stores it and returns its handle."""

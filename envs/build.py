@@ -21,7 +21,7 @@ from envs.oracle import oracle_conversation
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
 from envs.task import Task
-from envs.terminus2.harness import Terminus2
+from envs.terminus2.harness import Malformed, Terminus2
 from envs.terminus2.prompts import COMPACT, FULL, Prompts
 
 
@@ -61,6 +61,8 @@ class EpisodeConfig:
 
     harness: Annotated[HarnessName, tyro.conf.arg(aliases=["--harness"])] = HarnessName.TERMINUS_2
     prompts: PromptStyle = PromptStyle.COMPACT
+    malformed: Malformed = Malformed.REASK
+    """What a reply that cannot be parsed leads to."""
     max_turns: int = 6
     """Replies of one rollout."""
     context_tokens: int = 512
@@ -95,7 +97,9 @@ def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler
 
 
 def _harness(config: EpisodeConfig) -> Harness:
-    return NopHarness() if config.harness is HarnessName.NOP else Terminus2(config.prompts.prompts)
+    if config.harness is HarnessName.NOP:
+        return NopHarness()
+    return Terminus2(config.prompts.prompts, malformed=config.malformed)
 
 
 def _converse(

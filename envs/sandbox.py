@@ -68,6 +68,10 @@ class SandboxProvider(Protocol):
 
     name: str
 
+    async def provenance(self) -> Mapping[str, str]:
+        """What a run's record says of the isolation. Raises SandboxRefused where this machine cannot give it."""
+        ...
+
     def start(self, task: Task, *, owner: str) -> AbstractAsyncContextManager[Sandbox]:
         """A started Sandbox for the Task, stopped on exit whatever happened. `owner` labels it (trajectory id)."""
         ...

@@ -1,7 +1,7 @@
 """Export: a store's Trajectories as conversation JSONL that TRL and LLaMA-Factory read.
 
-    python -m recipes.export --data runs/harvest --out harvest.jsonl
-    python -m recipes.export --data runs/harvest --out sharegpt.jsonl --format sharegpt
+python -m recipes.export --data runs/harvest --out harvest.jsonl
+python -m recipes.export --data runs/harvest --out sharegpt.jsonl --format sharegpt
 """
 
 import dataclasses

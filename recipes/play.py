@@ -38,9 +38,7 @@ async def serve(policy: PolicyConfig, episode: EpisodeConfig) -> AsyncIterator[S
         return
     model = resolve_policy(policy.model)
     async with start_inference_pool(policy.pool, model=model) as pool:
-        yield Served(
-            sampler=pool.sampler(), model=model, facts={"model": str(model), "engine": pool.engine}
-        )
+        yield Served(sampler=pool.sampler(), model=model, facts={"model": str(model), "engine": pool.engine})
 
 
 async def play_tasks(

@@ -5,7 +5,7 @@ Invariant: thresholds, rates and step counts here were chosen on tasks of the tr
 
 from dataclasses import dataclass, field
 
-from actors.inference_config import InferencePoolConfig, ServerConfig
+from actors.inference_config import InferencePoolConfig
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig

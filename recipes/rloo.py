@@ -137,7 +137,7 @@ async def main(config: Config) -> dict[str, Any]:
                     num_ranks=config.learners.num_ranks,
                     max_tokens=config.learner.max_tokens,
                 )
-                metrics |= plan.metrics | await learner.forward_backward(plan, loss) | await learner.optim_step()
+                metrics |= {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
                 metrics |= clock.lap("train_s")
                 consumed |= {group.group_id for group in groups}
                 version = dataclasses.replace(version, n=step + 1)

@@ -160,6 +160,9 @@ class DirectoryProvider:
         self._root = root
         self.sandboxes: dict[str, DirectorySandbox] = {}
 
+    async def provenance(self) -> dict[str, str]:
+        return {"provider": self.name, "isolation": "none: for tests"}
+
     @asynccontextmanager
     async def start(self, task: Task, *, owner: str) -> AsyncIterator[DirectorySandbox]:
         sandbox = self.sandboxes[owner] = DirectorySandbox(self._root / owner)
