@@ -36,6 +36,9 @@ __all__ = ["SyncConfig", "SyncTarget", "WeightSource", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 
+NEVER = PolicyVersion(lineage=0, n=0)
+"""Sorts with the first version, before every later one."""
+
 
 class WeightSource(Protocol):
     """Who has the weights: a learner group."""
@@ -79,7 +82,8 @@ class WeightSync:
         self._published: Published | None = None
         self._follower: asyncio.Task[dict[str, float]] | None = None
         self._stop_following = False
-        self._proven: set[str] = set()
+        self._served: dict[str, PolicyVersion] = {}
+        """The version that each proven server took last."""
         self._first_gap: float | None = None
         self.num_syncs = 0
         self.num_syncs_in_flight = 0
@@ -98,7 +102,7 @@ class WeightSync:
             began = time.perf_counter()
             self._published = await self._stage(version)
             metrics["sync/stage_s"] = time.perf_counter() - began
-            if self._config.barrier or not self._proven:
+            if self._config.barrier or not self._served:
                 return metrics | await self._roll(self._published)
             self._follower = asyncio.create_task(self._roll(self._published))
             return metrics
@@ -123,11 +127,14 @@ class WeightSync:
         return Published(manifest=manifest, probe_ids=ids, probe_logprobs=tuple(logprobs))
 
     async def _roll(self, published: Published) -> dict[str, float]:
-        """One server after the other, so that all but one sample on. A dead one gets its weights when it is back."""
+        """One server after the other, the most stale first, so that all but one sample on.
+
+        A dead one gets its weights when it is back. A roll that is to stop for a newer version ends after a server.
+        """
         reports: dict[str, LoadReport] = {}
         gaps: list[float] = []
-        for server in self._target.servers:
-            if self._stop_following:
+        for server in sorted(self._target.servers, key=lambda server: self._served.get(server.name, NEVER)):
+            if self._stop_following and reports:
                 break
             try:
                 reports[server.name], gap = await self._update(server, published)
@@ -135,7 +142,7 @@ class WeightSync:
             except (ActorDied, ServerNotReady) as error:
                 version = version_label(published.manifest.version)
                 logger.warning("server=%s is down, version=%s waits for it: %s", server.name, version, error)
-        if not reports and not self._stop_following:
+        if not reports:
             raise WeightSyncError(f"no server took version {version_label(published.manifest.version)}: all are down")
         self.num_syncs += 1
         self.num_syncs_in_flight += any(report.num_in_flight for report in reports.values())
@@ -147,16 +154,16 @@ class WeightSync:
         report = await load_published(server, published, config)
         is_exact = self._target.is_exact and config.probe_is_exact
         gap = await check_probe(server, published, config, is_exact=is_exact)
-        if config.canary and server.name not in self._proven:
+        if config.canary and server.name not in self._served:
             await check_canary(server, published, config)
-        self._proven.add(server.name)
+        self._served[server.name] = published.manifest.version
         return report, gap
 
     async def _heal(self, server: SyncedServer) -> None:
         """Gives a restarted server the published weights and proves them anew, canary included."""
         async with self._order:
             if self._published is not None:
-                self._proven.discard(server.name)
+                self._served.pop(server.name, None)
                 await self._update(server, self._published)
 
     async def _settle(self) -> dict[str, float]:

@@ -1,0 +1,58 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.inference_config import DType, InferencePoolConfig, ServerConfig, check_model
+
+
+def saved(tmp_path: Path, **config) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_model_path_that_does_not_exist_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="model path /nowhere does not exist: give a local directory"):
+        check_model(Path("/nowhere"))
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no weights"):
+        check_model(tmp_path)
+
+
+def test_auto_takes_the_number_format_of_the_saved_model(tmp_path: Path):
+    args = ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float32"))
+    assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(ValueError, match="names dtype 'float16': set the server's dtype"):
+        ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float16"))
+
+
+def test_engine_arguments_given_by_name_win(tmp_path: Path):
+    config = ServerConfig(dtype=DType.BFLOAT16, engine_args={"block_size": 32, "max_num_seqs": 7})
+    args = config.resolved_engine_args(tmp_path)
+    assert (args["block_size"], args["max_num_seqs"], args["dtype"]) == (32, 7, "bfloat16")
+
+
+def test_a_gpu_server_spreads_over_its_gpus_and_leaves_the_cpu_settings_out(tmp_path: Path):
+    config = ServerConfig(dtype=DType.BFLOAT16, tensor_parallel_size=2, num_gpus=2)
+    assert "kv_cache_memory_bytes" not in config.resolved_engine_args(tmp_path)
+    assert "OMP_NUM_THREADS" not in config.environment()
+    with pytest.raises(ValueError, match="num_gpus must be 0"):
+        ServerConfig(tensor_parallel_size=2, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [({"threads": 0}, "threads must be >= 1, got 0"), ({"kv_cache_gb": 0}, "kv_cache_gb must be > 0, got 0")],
+)
+def test_server_numbers_out_of_range_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**kwargs)
+
+
+def test_pool_numbers_out_of_range_are_named():
+    with pytest.raises(ValueError, match="num_servers must be >= 1, got 0"):
+        InferencePoolConfig(num_servers=0)
