@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.inference_config import ServerConfig, UpdateMode
-from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError
+from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError, WeightSyncError
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest, parse_version, version_label
 from envs.errors import ContextLimit
@@ -199,7 +199,10 @@ class Engine:
             await self._llm.resume_generation()
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        return await self._llm.collective_rpc(method, args=args)
+        try:
+            return await self._llm.collective_rpc(method, args=args)
+        except Exception as error:  # vLLM raises nothing narrower when a worker's method fails
+            raise WeightSyncError(f"{self._name}: {method} failed in the engine: {error}") from error
 
     def _raise_if_wrong(self, manifest: Manifest, loaded: list[dict[str, Any]], checked: list[dict[str, Any]]) -> None:
         version = version_label(manifest.version)

@@ -1,0 +1,266 @@
+"""The real engine, without Ray: one vLLM for all tests of this file."""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from actors.inference_config import ServerConfig, UpdateMode
+from actors.inference_engine import Engine
+from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError
+from actors.sync_config import SyncConfig
+from actors.version_proof import Published, check_canary, check_probe, probe_ids
+from actors.weight_noise import Noise, tensor_groups
+from actors.weight_stage import Manifest
+from envs.errors import ContextLimit
+from envs.sampler import SamplingParams
+from tests.actors.tiny_qwen3 import VOCAB_SIZE, TinySource, save_tiny_qwen3
+from tests.contracts.sampler import check_sampler
+from trajectories.schema import PolicyVersion, VersionSpan
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+CONFIG = ServerConfig(
+    max_model_len=256, max_num_seqs=64, worker_extension="tests.actors.faulty_extension.FaultyExtension"
+)
+ALL_COLUMNS = 1024
+PROMPT = list(range(100, 150))
+
+
+class Served:
+    """The engine, the reference it must equal, and versions in order."""
+
+    def __init__(self, engine: Engine, model: Path, directory: Path) -> None:
+        self.engine = engine
+        self.source = TinySource(model)
+        self.directory = directory
+        self.n = 0
+        self._numbers = itertools.count()
+        self.manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return "server-0"
+
+    def stage(self) -> Manifest:
+        """The reference's weights as the next version."""
+        self.n += 1
+        self.manifest = self.source.stage(self.directory, PolicyVersion(lineage=0, n=self.n))
+        return self.manifest
+
+    async def update(self, *, mode: UpdateMode = UpdateMode.KEEP, max_columns: int = ALL_COLUMNS):
+        return await self.engine.load(self.stage(), mode=mode, max_columns=max_columns)
+
+    def published(self) -> Published:
+        ids = probe_ids(self.manifest, 48)
+        return Published(manifest=self.manifest, probe_ids=ids, probe_logprobs=tuple(self.source.logprobs(ids)))
+
+    async def freeze(self, *names: str, at: Manifest | None = None) -> None:
+        await self.engine._llm.collective_rpc("freeze", args=(list(names), at.as_message() if at else None))
+
+    # SyncedServer and Sampler, so that proofs and the contract run without Ray.
+    async def load(self, manifest, mode, max_columns, deadline_s):
+        return await self.engine.load(manifest, mode=mode, max_columns=max_columns)
+
+    async def load_disturbed(self, manifest, noise: Noise, deadline_s):
+        await self.engine.load_disturbed(manifest, noise)
+
+    async def probe(self, ids, deadline_s):
+        return await self.engine.probe(ids)
+
+    async def quarantine(self, reason, deadline_s):
+        self.engine.quarantine(reason)
+
+    async def sample(self, prompt_ids, params, *, stop_ids, key):
+        request_id = f"{key}-{next(self._numbers)}"
+        return await self.engine.generate(prompt_ids, params, stop_ids=stop_ids, request_id=request_id)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    model = save_tiny_qwen3(tmp_path_factory.mktemp("model"))
+    patch = pytest.MonkeyPatch()
+    for name, value in CONFIG.environment().items():
+        patch.setenv(name, value)
+    engine = await Engine.start(model, CONFIG, name="server-0", version=None)
+    try:
+        yield Served(engine, model, tmp_path_factory.mktemp("stages"))
+    finally:
+        engine.close()
+        patch.undo()
+
+
+def worst_gap(ours, theirs) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+async def test_nothing_is_sampled_before_there_are_proven_weights(served: Served):
+    with pytest.raises(ServerNotReady, match="server-0 has no proven weights yet"):
+        await served.sample(PROMPT, SamplingParams(max_tokens=4), stop_ids=[], key="early")
+    report = await served.update()
+    assert (
+        report.num_values == sum(parameter.numel() for parameter in served.source.model.parameters()) + VOCAB_SIZE * 128
+    )
+    assert report.unread == () and served.engine.version == PolicyVersion(lineage=0, n=1)
+
+
+async def test_the_engine_is_vllm_itself_and_keeps_the_sampler_contract(served: Served):
+    assert served.engine.class_name == "vllm.v1.engine.async_llm.AsyncLLM"
+    await check_sampler(served, PROMPT, stop_ids=[3, 5], vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_are_those_of_the_tempered_distribution_that_was_sampled(served: Served, temperature: float):
+    params = SamplingParams(max_tokens=40, temperature=temperature)
+    completion = await served.sample(PROMPT, params, stop_ids=[], key="a")
+    reference = served.source.logprobs([*PROMPT, *completion.ids], temperature)[len(PROMPT) - 1 :]
+    assert worst_gap(completion.logprobs, reference) < 1e-5
+
+
+async def test_the_probe_equals_the_reference(served: Served):
+    assert worst_gap(await served.engine.probe(PROMPT), served.source.logprobs(PROMPT)) < 1e-5
+
+
+async def test_a_prompt_that_leaves_no_room_is_a_context_limit(served: Served):
+    with pytest.raises(ContextLimit, match="prompt of 256 tokens, but server-0 takes 255"):
+        await served.sample([7] * 256, SamplingParams(max_tokens=4), stop_ids=[], key="long")
+
+
+async def test_an_update_in_mid_reply_splits_it_into_spans_of_the_weights_that_sampled(served: Served):
+    """Each token's log-probability is that of its span's version: the reference of the other version gives another."""
+    before, old = served.n, copy.deepcopy(served.source)
+    params = SamplingParams(max_tokens=200)
+    replies = [
+        asyncio.create_task(served.sample(PROMPT[: 20 + k], params, stop_ids=[], key=f"k{k}")) for k in range(16)
+    ]
+    await asyncio.sleep(0.3)
+    served.source.step(1)
+    report = await served.update()
+    assert report.num_in_flight == 16
+    for k, completion in enumerate(await asyncio.gather(*replies)):
+        assert [span.version.n for span in completion.spans] == [before, before + 1]
+        first = completion.spans[0].num_tokens
+        prompt = PROMPT[: 20 + k]
+        reference = old.logprobs([*prompt, *completion.ids])[len(prompt) - 1 :]
+        assert worst_gap(completion.logprobs[:first], reference[:first]) < 1e-5
+        assert worst_gap(completion.logprobs[first:], reference[first:]) > 1e-3, "the old weights sampled no more"
+
+
+async def test_a_shared_prefix_is_reused_within_a_version_and_recomputed_after_a_sync(served: Served):
+    prompt, params = [11 + k % 300 for k in range(200)], SamplingParams(max_tokens=8)
+
+    async def cached() -> tuple[int, list[float], list[float]]:
+        begin = served.engine.num_cached_tokens
+        completion = await served.sample(prompt, params, stop_ids=[], key="p")
+        reference = served.source.logprobs([*prompt, *completion.ids])[len(prompt) - 1 :]
+        return served.engine.num_cached_tokens - begin, list(completion.logprobs), reference
+
+    assert (await cached())[0] == 0
+    num_cached, logprobs, reference = await cached()
+    assert num_cached >= 128 and worst_gap(logprobs, reference) < 1e-5
+    served.source.step(2)
+    await served.update()
+    num_cached, logprobs, reference = await cached()
+    assert num_cached == 0, "the new version read the old one's cache"
+    assert worst_gap(logprobs, reference) < 1e-5
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.WAIT, UpdateMode.ABORT])
+async def test_wait_lets_replies_end_on_the_old_weights_and_abort_drops_them(served: Served, mode: UpdateMode):
+    before = served.n
+    reply = asyncio.create_task(served.sample(PROMPT, SamplingParams(max_tokens=150), stop_ids=[], key="w"))
+    await asyncio.sleep(0.2)
+    await served.update(mode=mode)
+    if mode is UpdateMode.WAIT:
+        assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=150),)
+    else:
+        with pytest.raises(ServerGone, match="dropped request"):
+            await reply
+
+
+async def test_every_tensor_that_stays_old_is_named_by_the_load(served: Served):
+    await served.update()
+    for members in tensor_groups(tensor.name for tensor in served.manifest.tensors).values():
+        name = members[-1]
+        await served.freeze(name, at=served.manifest)
+        served.source.step(3)
+        with pytest.raises(VersionProofError, match=f"kernels do not hold version .* of {name}"):
+            await served.update(max_columns=16)
+        with pytest.raises(ServerNotReady, match="server-0 is out of service: weight update failed"):
+            await served.sample(PROMPT, SamplingParams(max_tokens=4), stop_ids=[], key="bad")
+    await served.freeze()
+    await served.update()
+    assert served.engine.is_ready
+
+
+async def test_a_tied_head_that_keeps_its_packed_copy_is_caught_by_each_of_the_three_proofs(served: Served):
+    await served.freeze("repack")
+    served.source.step(4)
+    with pytest.raises(VersionProofError, match=r"embed_tokens\.weight \(in lm_head\.weight\)"):
+        await served.update(max_columns=16)
+    with pytest.raises(VersionProofError, match="does not serve version"):
+        await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+
+
+async def test_the_probe_alone_catches_every_tensor_that_stays_old(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    await served.freeze()
+    await served.update()
+    await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+    for name in [members[-1] for members in tensor_groups(t.name for t in served.manifest.tensors).values()]:
+        await served.freeze(name, at=served.manifest)
+        served.source.step(5)
+        await served.update()
+        with pytest.raises(VersionProofError, match="does not serve version"):
+            await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+        await served.freeze()
+        await served.update()
+
+
+async def test_the_canary_passes_and_names_each_group_that_does_not_reach_the_kernels(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    await served.freeze()
+    await served.update()
+    await check_canary(served, served.published(), SyncConfig())
+    assert served.engine.is_ready
+    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    names = [tensor.name for tensor in served.manifest.tensors]
+    for group, members in tensor_groups(names).items():
+        await served.freeze(*members, at=served.manifest)
+        with pytest.raises(VersionProofError, match=f"new values of .*{group.replace('*', '.')}.* do not reach"):
+            await check_canary(served, served.published(), SyncConfig())
+    await served.freeze("repack")
+    with pytest.raises(VersionProofError, match=r"new values of .*lm_head \(tied\)"):
+        await check_canary(served, served.published(), SyncConfig())
+    await served.freeze()
+    await served.update()
+
+
+async def test_bytes_that_changed_on_the_way_are_named(served: Served):
+    manifest = served.stage()
+    shard = manifest.directory / manifest.tensors[-1].shard
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(VersionProofError, match=f"bytes staged for version .*{manifest.tensors[-1].name}"):
+        await served.engine.load(manifest, mode=UpdateMode.KEEP, max_columns=ALL_COLUMNS)
+    await served.update()
+
+
+async def test_a_non_finite_logprob_is_a_typed_error(served: Served, monkeypatch: pytest.MonkeyPatch):
+    good = {name: parameter.detach().clone() for name, parameter in served.source.model.named_parameters()}
+    with torch.no_grad():
+        served.source.model.model.norm.weight.fill_(float("nan"))
+    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    await served.update()
+    with pytest.raises(NonFiniteLogprobs, match="server-0: log-probability nan"):
+        await served.sample(PROMPT, SamplingParams(max_tokens=4), stop_ids=[], key="nan")
+    monkeypatch.undo()
+    served.source.model.load_state_dict(good, strict=False)
+    await served.update()
