@@ -1,20 +1,21 @@
 """Control groups that bound a box's memory, processes and CPU time; cgroup v1 and v2.
 
-Invariant: every directory made here is named by its driver's pid and start time, so any later driver can sweep what a
-killed one left. Called by envs/local/slots.py and envs/local/provider.py.
+Invariant: every directory made here is named by its driver's label, so any later driver can sweep what a killed one
+left. Called by envs/local/slots.py and envs/local/provider.py.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from envs.errors import SandboxError, SandboxRefused
+from envs.local.labels import PREFIX, is_orphan, make_label
 
-_PREFIX = "thresher-"
 _CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _REMEDY = "run as root or in a delegated cgroup (cgroup_parent), or opt in to rlimits with allow_soft_limits"
@@ -51,15 +52,15 @@ class Cgroups:
         return group
 
     def sweep(self) -> int:
-        """Removes what dead drivers left; returns how many directories that were."""
-        swept = 0
-        for parent in set(self.parents.values()):
-            for directory in parent.glob(f"{_PREFIX}*"):
-                if not _is_alive(directory.name):
-                    with contextlib.suppress(OSError):
-                        directory.rmdir()
-                        swept += 1
-        return swept
+        """Ends and removes what dead drivers left; returns how many groups that were. Blocks for 2 s at most."""
+        names = {d.name for p in self.parents.values() for d in p.glob(f"{PREFIX}*") if is_orphan(d.name)}
+        deadline = time.monotonic() + 2
+        for name in names:
+            group = SlotCgroup(directories={c: parent / name for c, parent in self.parents.items()}, is_v2=self.is_v2)
+            while not group.remove_now() and time.monotonic() < deadline:
+                group.kill()
+                time.sleep(0.002)
+        return len(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +136,6 @@ class SlotCgroup:
             waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, 0.1)
 
 
-def cgroup_name(slot: int) -> str:
-    """Unique on this machine, and says whose it is: pid and start time of this process."""
-    pid = os.getpid()
-    return f"{_PREFIX}{pid}-{_start_time(pid)}-{slot}"
-
-
 def find_cgroups(parent: Path | None = None) -> Cgroups:
     """The groups this process may make, proven by making one. Raises SandboxRefused with step, errno and remedy."""
     mounts = _mounts()
@@ -159,7 +154,7 @@ def find_cgroups(parent: Path | None = None) -> Cgroups:
 
 def _prove(cgroups: Cgroups) -> None:
     try:
-        group = cgroups.create(f"{cgroup_name(0)}-probe")
+        group = cgroups.create(f"{make_label(0)}-probe")
         try:
             group.set_limits(BoxLimits(memory_bytes=1 << 28, pids=64, cpus=1.0))
             for path in group.procs_files:
@@ -208,20 +203,6 @@ def _own_paths() -> dict[str, str]:
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
     return paths
-
-
-def _is_alive(name: str) -> bool:
-    """Whether the driver that named this directory still runs."""
-    pid, _, rest = name.removeprefix(_PREFIX).partition("-")
-    return pid.isdigit() and _start_time(int(pid)) == rest.partition("-")[0]
-
-
-def _start_time(pid: int) -> str:
-    """In clock ticks since boot, "" for no such process; with the pid it names a process for good."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def _flat(path: Path) -> dict[str, int]:

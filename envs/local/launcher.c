@@ -4,7 +4,7 @@
  * It stays parked between boxes, since entering a memory cgroup costs about 10 ms (a grace period of the kernel).
  * Compiled by envs/local/staging.py; spawned and spoken to by envs/local/slots.py over fd 3 (SOCK_SEQPACKET).
  *
- * argv: UID (-1: keep) OOM_SCORE_ADJ NOFILE NPROC (0: keep) BWRAP SECCOMP_FILE CGROUP_PROCS_FILE...
+ * argv: its label, which bubblewrap inherits as argv[0]; UID (-1: keep) OOM_SCORE_ADJ NOFILE NPROC (0: keep) BWRAP SECCOMP_FILE CGROUP_PROCS_FILE...
  * in:   one packet a box: bytes of address space (0: unlimited) and bwrap's arguments, each ended by NUL,
  *       with two descriptors: the box's control socket and its stderr
  * out:  'R' when parked; 'E' step errno when it cannot; 'X' wait status when a box has ended
@@ -28,6 +28,7 @@ enum { HOST = 3, SECCOMP = 4, STATUS_FAILED = 125, MAX_PACKET = 1 << 16, MAX_ARG
 
 static long nofile, nproc;
 static const char *bwrap;
+static char *label;
 
 static void fail(const char *step, const char *detail) {
     char text[512];
@@ -98,8 +99,24 @@ static ssize_t receive(char *packet, int *fds) {
     return n;
 }
 
+/* A bubblewrap that is killed before it has released its child leaves it waiting for ever: it is ours now, end it. */
+static void end_orphans(void) {
+    char path[64], text[256];
+    snprintf(path, sizeof path, "/proc/self/task/%d/children", getpid());
+    while (waitpid(-1, NULL, WNOHANG) >= 0) {
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+        if (fd >= 0) close(fd);
+        if (n <= 0) break;
+        text[n] = 0;
+        pid_t child = atoi(text);
+        kill(child, SIGKILL);
+        waitpid(child, NULL, 0);
+    }
+}
+
 static void run_box(char *packet, ssize_t n, const int *fds) {
-    char *args[MAX_ARGS + 2] = {"bwrap"};
+    char *args[MAX_ARGS + 2] = {label};
     int num = 1, status = 0;
     for (char *at = packet + strlen(packet) + 1; at < packet + n; at += strlen(at) + 1) {
         if (num > MAX_ARGS) fail("packet", "too many arguments");
@@ -111,6 +128,7 @@ static void run_box(char *packet, ssize_t n, const int *fds) {
     close(fds[0]), close(fds[1]);
     if (pid < 0) errno = failed, fail("fork", "");
     while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
+    end_orphans();
     char ended[1 + sizeof status] = "X";
     memcpy(ended + 1, &status, sizeof status);
     if (send(HOST, ended, sizeof ended, MSG_NOSIGNAL) < 0) _exit(0);
@@ -122,6 +140,7 @@ int main(int argc, char **argv) {
     ssize_t n;
     if (argc < 7) return STATUS_FAILED;
     long uid = atol(argv[1]);
+    label = argv[0];
     nofile = atol(argv[3]), nproc = atol(argv[4]), bwrap = argv[5];
     setsid();
     fcntl(HOST, F_SETFD, FD_CLOEXEC);
@@ -133,6 +152,7 @@ int main(int argc, char **argv) {
     if (uid >= 0) drop_to(uid);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("prctl", "PDEATHSIG"); /* after the drop, which clears it */
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail("prctl", "NO_NEW_PRIVS");
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1)) fail("prctl", "CHILD_SUBREAPER");
     if (send(HOST, "R", 1, MSG_NOSIGNAL) < 0) return 0;
     while ((n = receive(packet, fds)) > 0) run_box(packet, n, fds);
     return 0;

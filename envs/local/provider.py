@@ -21,6 +21,7 @@ from pathlib import Path
 
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
+from envs.local.labels import is_orphan, kill_labelled
 from envs.local.layout import Layout, bwrap_arguments, plan_layout
 from envs.local.sandbox import LocalSandbox, SandboxLimits
 from envs.local.slots import Slot, SlotConfig, SlotPool
@@ -137,8 +138,7 @@ class LocalProvider:
     async def _prepare_now(self) -> "_Prepared":
         staged = await asyncio.to_thread(stage, self.config.cache_dir)
         cgroups = self._find_cgroups()
-        if cgroups is not None:
-            cgroups.sweep()
+        await asyncio.to_thread(_sweep, cgroups)
         slots = SlotConfig(
             staged=staged,
             cgroups=cgroups,
@@ -225,26 +225,28 @@ class LocalProvider:
                     limits,
                     (theirs.fileno(), errors_inside),
                 )
-            await self._wait_ready(sandbox, ours, errors)
+            await self._wait_ready(slot, sandbox, ours, errors)
         finally:
             if not sandbox.connection.is_attached:
                 ours.close()  # else the connection owns it
             os.close(errors_inside)
             os.close(errors)
 
-    async def _wait_ready(self, sandbox: LocalSandbox, ours: socket.socket, errors: int) -> None:
+    async def _wait_ready(self, slot: Slot, sandbox: LocalSandbox, ours: socket.socket, errors: int) -> None:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: sandbox.connection, sock=ours)
-        try:
-            async with asyncio.timeout(self.config.start_timeout_s):
-                ready = await asyncio.shield(sandbox.connection.ready)
-        except TimeoutError as error:
-            raise SandboxError(f"create sandbox: not ready in {self.config.start_timeout_s} s") from error
-        if ready is None or ready.status:
-            await sandbox.why_lost()
-            os.set_blocking(errors, False)
-            raise SandboxError(f"create sandbox: {_read_text(errors) or 'the box ended at once'}")
+        ready, ended = sandbox.connection.ready, slot.ended
+        assert ended is not None
+        await asyncio.wait({ready, ended}, timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        answer = ready.result() if ready.done() else None
+        if answer is not None and answer.status == 0:
+            return
+        if not ready.done() and not ended.done():
+            raise SandboxError(f"create sandbox: not ready in {self.config.start_timeout_s} s")
+        await asyncio.wait({ended}, timeout=5)  # then all that bwrap has to say is said
+        os.set_blocking(errors, False)
+        raise SandboxError(f"create sandbox: {_read_text(errors) or 'the box ended at once'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +254,13 @@ class _Prepared:
     staged: Staged
     cgroups: Cgroups | None
     pool: SlotPool
+
+
+def _sweep(cgroups: Cgroups | None) -> None:
+    """Ends what dead drivers left on this machine; they leave nothing but when killed at a bad moment."""
+    kill_labelled(is_orphan)
+    if cgroups is not None:
+        cgroups.sweep()
 
 
 def _check_proof(text: str) -> None:

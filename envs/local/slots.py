@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.errors import SandboxError, SandboxRefused
-from envs.local.cgroups import BoxLimits, Cgroups, SlotCgroup, cgroup_name
+from envs.local.cgroups import BoxLimits, Cgroups, SlotCgroup
+from envs.local.labels import kill_labelled, make_label
 from envs.local.staging import Staged
 
 _HOST_FD = 3
@@ -62,9 +63,10 @@ class Slot:
         self.ended: asyncio.Future[int | None] | None = None
         """Resolves to the box's wait status; None when the launcher itself went."""
         self._socket.setblocking(False)
+        self.label = make_label(number)
         with theirs:
             try:
-                self.pid = _spawn(config, theirs.fileno(), number, group)
+                self.pid = _spawn(config, theirs.fileno(), number, self.label, group)
             except SandboxError:
                 self._socket.close()
                 raise
@@ -127,6 +129,8 @@ class Slot:
         while not _is_reaped(self.pid):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
+        if self.is_broken:  # a bubblewrap killed at a bad moment leaves a child that waits for it for ever
+            kill_labelled(self.label.__eq__)
         if self.group is not None:
             await self.group.remove()
 
@@ -185,7 +189,7 @@ class SlotPool:
                 return slot
             await self._close(slot)
         number = next(_numbers)
-        group = self._config.cgroups.create(cgroup_name(number)) if self._config.cgroups else None
+        group = self._config.cgroups.create(make_label(number)) if self._config.cgroups else None
         try:
             slot = Slot(self._config, number, group)
         except SandboxError:
@@ -228,7 +232,7 @@ def _abandon() -> None:
             slot.abandon()
 
 
-def _spawn(config: SlotConfig, fd: int, number: int, group: SlotCgroup | None) -> int:
+def _spawn(config: SlotConfig, fd: int, number: int, label: str, group: SlotCgroup | None) -> int:
     """posix_spawn: vfork, so the size of this process does not matter; only the named descriptors survive."""
     uid = _UID_BASE + (os.getpid() << 8) + number % _BOXES_A_PROCESS if os.geteuid() == 0 else -1
     max_processes = 0 if group is not None else config.soft_max_processes
@@ -239,7 +243,7 @@ def _spawn(config: SlotConfig, fd: int, number: int, group: SlotCgroup | None) -
     try:
         return os.posix_spawn(
             launcher,
-            [launcher, *map(str, numbers), *map(str, files)],
+            [label, *map(str, numbers), *map(str, files)],
             {},
             file_actions=[(os.POSIX_SPAWN_DUP2, fd, _HOST_FD), *null],
             setsigmask=(),

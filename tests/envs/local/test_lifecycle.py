@@ -1,7 +1,9 @@
 """What is left of boxes after they end, in every way that they and their driver can end."""
 
 import asyncio
+import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.errors import SandboxError, SandboxRefused
+from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.local.cgroups import find_cgroups
 from envs.local.layout import bwrap_arguments
 from envs.local.provider import LocalProvider
@@ -182,6 +184,50 @@ async def test_a_killed_launcher_is_replaced(provider: LocalProvider) -> None:
     await play(provider, "t")
     await provider.close()
     assert own_cgroups() == []
+
+
+@pytest.mark.timeout(90)
+async def test_processes_killed_at_random_moments_leave_nothing_and_only_typed_failures() -> None:
+    """Launchers, bubblewraps, agents and commands alike, 60 of them, while six rollouts go on."""
+    before = children(), open_files()
+    chance = random.Random(0)
+    provider = make_provider()
+    await provider.provenance()
+    endings: list[str] = []
+    is_over = asyncio.Event()
+
+    async def play_on(owner: str) -> None:
+        while not is_over.is_set():
+            try:
+                await play(provider, owner)
+            except (SandboxError, SandboxDied) as error:
+                endings.append(type(error).__name__)
+            else:
+                endings.append("played")
+
+    async with asyncio.TaskGroup() as group:
+        for k in range(6):
+            group.create_task(play_on(f"t{k}"))
+        for _ in range(60):
+            await asyncio.sleep(chance.random() * 0.05)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(descendants() or [2**22]), signal.SIGKILL)
+        is_over.set()
+    await provider.close()
+    assert "played" in endings and len(set(endings)) > 1
+    assert (children(), open_files()) == before and own_cgroups() == []
+    assert not find_process("sleep 1000")
+
+
+def descendants() -> list[int]:
+    """Every process below this one."""
+    found, todo = list[int](), list(children())
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        with contextlib.suppress(OSError):
+            todo += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found
 
 
 async def test_limits_that_cannot_be_enforced_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from envs.errors import SandboxError, SandboxRefused
-from envs.local.cgroups import BoxLimits, Cgroups, SlotCgroup, cgroup_name
+from envs.local.cgroups import BoxLimits, Cgroups, SlotCgroup
+from envs.local.labels import make_label
 from envs.local.seccomp import seccomp_filter
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
@@ -78,7 +79,7 @@ def make_groups(root: Path, *, is_v2: bool) -> SlotCgroup:
     cgroups = Cgroups(parents={c: root / name for c, name in names.items()}, is_v2=is_v2)
     for parent in set(cgroups.parents.values()):
         parent.mkdir()
-    group = cgroups.create(cgroup_name(7))
+    group = cgroups.create(make_label(7))
     files = ("memory.limit_in_bytes", "pids.max", "cpu.cfs_quota_us", "memory.max", "memory.swap.max", "cpu.max")
     for directory in group.unique_directories:
         for name in files:
@@ -113,8 +114,8 @@ def test_limits_are_written_as_version_1_wants_them(tmp_path: Path) -> None:
 
 def test_a_sweep_takes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
     cgroups = Cgroups(parents=dict.fromkeys(("memory", "pids", "cpu"), tmp_path), is_v2=True)
-    mine, dead = tmp_path / cgroup_name(1), tmp_path / "thresher-1-12345-3"
-    unrelated, reused = tmp_path / "other", tmp_path / f"{cgroup_name(1).rsplit('-', 2)[0]}-99-2"
+    mine, dead = tmp_path / make_label(1), tmp_path / "thresher-1-12345-3"
+    unrelated, reused = tmp_path / "other", tmp_path / f"{make_label(1).rsplit('-', 2)[0]}-99-2"
     for directory in (mine, dead, unrelated, reused):
         directory.mkdir()
     assert cgroups.sweep() == 2
