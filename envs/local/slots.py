@@ -30,6 +30,7 @@ _BOXES_A_PROCESS = 1 << 8
 _OOM_SCORE_ADJ = 300
 """The kernel rather kills a box than its driver."""
 _numbers = itertools.count(1)
+_ENDED = "the launcher was killed"
 _STAT = struct.Struct("=i")
 
 
@@ -73,14 +74,16 @@ class Slot:
         self._loop.add_reader(self._socket.fileno(), self._on_packet)
 
     async def parked(self) -> None:
-        """Waits until boxes can be started. Raises SandboxRefused with the step that failed."""
+        """Waits until boxes can be started. Raises SandboxRefused with the step that failed, or SandboxError."""
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 problem = await asyncio.shield(self._parked)
         except TimeoutError:
-            problem = f"no answer in {self._config.deadline_s} s"
-        if problem:
             self.is_broken = True
+            raise SandboxError(f"park a launcher: no answer in {self._config.deadline_s} s") from None
+        if problem == _ENDED:
+            raise SandboxError(f"park a launcher: {problem}")
+        if problem:
             raise SandboxRefused(f"park a launcher: {problem}; run as root, or opt in to allow_soft_limits")
 
     def start(self, args: Sequence[str], limits: BoxLimits, fds: tuple[int, int]) -> None:
@@ -162,7 +165,7 @@ class Slot:
         elif packet[:1] == b"R" and not self._parked.done():
             self._parked.set_result("")
         elif packet[:1] in (b"E", b""):
-            self._fail(packet[1:].decode(errors="replace") or "the launcher ended")
+            self._fail(packet[1:].decode(errors="replace") or _ENDED)
 
     def _fail(self, problem: str) -> None:
         self.is_broken = True
