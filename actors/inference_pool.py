@@ -17,7 +17,7 @@ from actors.calls import call
 from actors.errors import ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
 from actors.inference_engine import LoadReport
-from actors.inference_errors import ServerNotReady, ServerStartError
+from actors.inference_errors import ServerNotReady, ServerStartError, WeightSyncError
 from actors.inference_sampler import ActorLocator, PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
 from actors.weight_noise import Noise
@@ -86,6 +86,7 @@ class InferencePool:
         """True where servers compute in float32, so that a probe must match the learner's."""
         self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
         self.num_restarts = 0
+        """Servers that died and are back."""
 
     @property
     def engine(self) -> str:
@@ -126,34 +127,34 @@ class InferencePool:
 
     async def watch(self) -> None:
         """Checks every server for ever, and brings back those that died."""
-        async with asyncio.TaskGroup() as group:
-            for server in self.servers:
-                group.create_task(self._watch(server))
+        await asyncio.gather(*(self._watch(server) for server in self.servers))
 
     async def _watch(self, server: ServerHandle) -> None:
+        pid = server.health.pid if server.health else 0
         while True:
             await asyncio.sleep(self._config.health_interval_s)
-            pid = server.health.pid if server.health else None
             try:
                 await server.refresh(self._config.health_timeout_s)
             except (ClusterError, ServerNotReady) as error:
-                logger.warning("server=%s does not answer: %s", server.name, str(error).splitlines()[0])
+                logger.warning("server=%s does not answer: %s", server.name, _last_line(error))
                 server.health = None
             if server.health is None or server.health.pid != pid:
-                await self._restart(server)
+                pid = await self._bring_back(server) or pid
 
-    async def _restart(self, server: ServerHandle) -> None:
-        """Waits for Ray to start the actor anew, then gives it its weights."""
-        self.num_restarts += 1
-        logger.warning("server=%s restarts", server.name)
-        version = None if self._heal else FIRST_VERSION
+    async def _bring_back(self, server: ServerHandle) -> int:
+        """Waits for the actor that Ray starts anew, and gives it its weights; returns its process, 0 when it failed."""
         try:
-            await server.start(version, self._config.start_timeout_s)
+            await server.start(None if self._heal else FIRST_VERSION, self._config.start_timeout_s)
             if self._heal is not None:
                 await self._heal(server)
-        except ClusterError as error:
-            logger.error("server=%s did not come back: %s", server.name, error)
+        except (ClusterError, WeightSyncError) as error:
+            logger.warning("server=%s is not back yet: %s", server.name, _last_line(error))
             server.health = None
+        if server.health is None:
+            return 0
+        self.num_restarts += 1
+        logger.warning("server=%s is back, pid=%d", server.name, server.health.pid)
+        return server.health.pid
 
 
 @asynccontextmanager
@@ -170,12 +171,12 @@ async def start_inference_pool(config: InferencePoolConfig, *, model: Path) -> A
     try:
         await asyncio.gather(*(_start(server, config.start_timeout_s) for server in servers))
         pool = InferencePool(config, servers, model)
-        watching = asyncio.create_task(pool.watch())
-        try:
-            yield pool
-        finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(pool.watch())
+            try:
+                yield pool
+            finally:
+                watching.cancel()
     finally:
         for server in servers:
             ray.kill(server.actor)
@@ -195,4 +196,9 @@ async def _start(server: ServerHandle, deadline_s: float) -> None:
     try:
         await server.start(FIRST_VERSION, deadline_s)
     except (ClusterError, RuntimeError, ValueError) as error:
-        raise ServerStartError(f"{server.name} did not come up: {error}") from error
+        raise ServerStartError(f"{server.name} did not come up: {_last_line(error)}") from error
+
+
+def _last_line(error: Exception) -> str:
+    """What an error says; one that came through Ray has its traceback before it."""
+    return (str(error).splitlines() or [repr(error)])[-1]

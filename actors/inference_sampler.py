@@ -156,6 +156,6 @@ class ActorLocator:
         try:
             health = await call(self._actor.health, deadline_s=30, what=f"address of {self._name}")
         except (ClusterError, ServerNotReady) as error:
-            logger.warning("server=%s has no address: %s", self._name, str(error).splitlines()[0])
+            logger.warning("server=%s has no address: %s", self._name, str(error).splitlines()[-1])
             return None
         return health.address if health.is_ready else None

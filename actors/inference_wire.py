@@ -64,16 +64,14 @@ async def serve(handle: Handler, host: str, token: str, *, load: Callable[[], in
     return server, Address(host=host, port=server.sockets[0].getsockname()[1], token=token)
 
 
-class Channel:
+class Channel(asyncio.Protocol):
     """A client's connection to one server; opened by `Channel.open`, useless once `is_closed`."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._reader = reader
-        self._writer = writer
+        self._received = bytearray()
         self._pending: dict[int, asyncio.Future[Completion]] = {}
         self._numbers = itertools.count()
-        self._reading = asyncio.create_task(self._read())
         self.is_closed = False
         self.server_load = 0
         """Requests in the server, by its last answer."""
@@ -81,12 +79,13 @@ class Channel:
     @classmethod
     async def open(cls, name: str, address: Address) -> "Channel":
         """Raises ServerGone when nobody listens."""
+        loop = asyncio.get_running_loop()
         try:
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            _, channel = await loop.create_connection(lambda: cls(name), address.host, address.port)
         except OSError as error:
             raise ServerGone(f"{name}: no connection to {address.host}:{address.port} ({error})") from error
-        _write(writer, address.token)
-        return cls(name, reader, writer)
+        channel._transport.write(_frame(address.token))
+        return channel
 
     @property
     def num_pending(self) -> int:
@@ -100,40 +99,50 @@ class Channel:
         number = next(self._numbers)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = future
-        _write(self._writer, [number, *_pack_request(request)])
+        self._transport.write(_frame([number, *_pack_request(request)]))
         try:
             return await future
         except asyncio.CancelledError:
             if not self.is_closed:
-                _write(self._writer, [number])
+                self._transport.write(_frame([number]))
             raise
         finally:
             self._pending.pop(number, None)
 
     def close(self) -> None:
         """Ends the connection; what is pending fails as ServerGone."""
-        self._reading.cancel()
-        self._end(f"{self._name}: connection closed")
+        self._end("connection closed")
+        self._transport.abort()
 
-    async def _read(self) -> None:
-        reason = "connection lost"
-        try:
-            while True:
-                number, self.server_load, *answer = await _read(self._reader)
-                future = self._pending.get(number)
-                if future is not None and not future.done():
-                    _resolve(future, answer)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            reason = f"connection lost ({error!r})"
-        finally:
-            self._end(f"{self._name}: {reason}")
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop: resolves the requests whose answers are complete."""
+        self._received += data
+        begin = 0
+        while len(self._received) - begin >= LENGTH.size:
+            end = begin + LENGTH.size + LENGTH.unpack_from(self._received, begin)[0]
+            if len(self._received) < end:
+                break
+            number, self.server_load, *answer = msgpack.unpackb(self._received[begin + LENGTH.size : end])
+            future = self._pending.get(number)
+            if future is not None and not future.done():
+                _resolve(future, answer)
+            begin = end
+        del self._received[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._end(f"connection lost ({exc!r})" if exc else "connection lost")
 
     def _end(self, reason: str) -> None:
         self.is_closed = True
-        self._writer.close()
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(ServerGone(reason))
+                future.set_exception(ServerGone(f"{self._name}: {reason}"))
 
 
 async def _serve_connection(
@@ -180,7 +189,7 @@ async def _answer(
     except EpisodeError as error:
         answer = [type(error).__name__, str(error)]
     if not writer.is_closing():
-        _write(writer, [number, load(), *answer])
+        writer.write(_frame([number, load(), *answer]))
 
 
 def _finish(
@@ -191,7 +200,7 @@ def _finish(
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("request failed", exc_info=error)
         if not writer.is_closing():
-            _write(writer, [number, 0, SamplerError.__name__, f"the server failed: {error!r}"])
+            writer.write(_frame([number, 0, SamplerError.__name__, f"the server failed: {error!r}"]))
 
 
 def _resolve(future: "asyncio.Future[Completion]", answer: list[Any]) -> None:
@@ -241,9 +250,9 @@ def _unpack_ids(data: bytes) -> Sequence[int]:
     return array("i", data)
 
 
-def _write(writer: asyncio.StreamWriter, message: Any) -> None:
+def _frame(message: Any) -> bytes:
     body: bytes = msgpack.Packer().pack(message)
-    writer.write(LENGTH.pack(len(body)) + body)
+    return LENGTH.pack(len(body)) + body
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:

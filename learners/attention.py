@@ -127,12 +127,9 @@ def packed_attention(
             f"a sliding window of {sliding_window} tokens is not supported for Samples of {layout.lengths[0]}; "
             "lower the context limit below the window"
         )
-    flat_query, flat_key, flat_value = (states[0].transpose(0, 1) for states in (query, key, value))
-    outputs = [
-        _attend(bucket, flat_query[rows], flat_key[rows], flat_value[rows], scaling)
-        for bucket in layout.buckets
-        for rows in [slice(bucket.start, bucket.stop)]
-    ]
+    sizes = [bucket.stop - bucket.start for bucket in layout.buckets]
+    parts = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+    outputs = [_attend(bucket, *part, scaling) for bucket, *part in zip(layout.buckets, *parts, strict=True)]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 

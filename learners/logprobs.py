@@ -46,11 +46,14 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_T, entropy_T, normalizer_T = (hidden_TH.new_empty(num_tokens, dtype=torch.float32) for _ in range(3))
         for chunk in _chunks(num_tokens, chunk_tokens):
             logits_CV = _logits(hidden_TH[chunk], weight_VH, temperature)
-            normalizer_T[chunk] = torch.logsumexp(logits_CV, -1)
             chosen_C = logits_CV.gather(1, targets_T[chunk, None])[:, 0]
-            logprobs_T[chunk] = chosen_C - normalizer_T[chunk]
-            probs_CV = (logits_CV - normalizer_T[chunk, None]).exp_()
-            entropy_T[chunk] = normalizer_T[chunk] - probs_CV.mul_(logits_CV).sum(-1)
+            largest_C1 = logits_CV.amax(-1, keepdim=True)
+            exps_CV = (logits_CV - largest_C1).exp_()
+            total_C = exps_CV.sum(-1)
+            normalizer_C = total_C.log().add_(largest_C1[:, 0])
+            normalizer_T[chunk] = normalizer_C
+            logprobs_T[chunk] = chosen_C - normalizer_C
+            entropy_T[chunk] = normalizer_C - torch.linalg.vecdot(exps_CV, logits_CV) / total_C
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, normalizer_T, entropy_T)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)

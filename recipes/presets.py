@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from actors.inference_config import InferencePoolConfig
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
+from envs.terminus2.harness import Malformed
 from learners.config import LearnerConfig
 from recipes.sft import StopRule
 
@@ -39,14 +40,16 @@ PRESETS = {
         num_demonstrations=1200,
         sft_epochs=60,
         sft_batch_size=32,
-        stop=StopRule(probability=0.35, family_probability=0.1, every_steps=10, num_demonstrations=192),
-        sft_learner=LearnerConfig(lr=5e-3, warmup_steps=20),
+        stop=StopRule(probability=0.33),
+        sft_learner=LearnerConfig(lr=3e-3, warmup_steps=20),
         rl_learner=LearnerConfig(lr=5e-4),
         num_taught=300,
         rl_steps=60,
         groups_per_step=32,
         group_size=8,
         max_staleness=1,
-        episode=EpisodeConfig(max_turns=6, context_tokens=512, sampling=SamplingParams(max_tokens=80)),
+        episode=EpisodeConfig(
+            malformed=Malformed.END, max_turns=6, context_tokens=512, sampling=SamplingParams(max_tokens=80)
+        ),
     ),
 }

@@ -10,6 +10,7 @@ Invariant: one process at a time uses a directory, and a directory holds one con
 
 import asyncio
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -91,10 +92,10 @@ class Run:
         """A bar with rate and ETA for the length of a `with` block: `bar.advance()`."""
         return self._display.bar(description, total)
 
-    def steps(self, total: int, *, start: int = 0) -> Iterator[int]:
-        """start, start + 1, ..., total - 1, with a bar."""
+    def steps(self, total: int | None, *, start: int = 0) -> Iterator[int]:
+        """start, start + 1, ..., total - 1, with a bar; without end when `total` is None."""
         with self._display.bar("steps", total, completed=start) as bar:
-            for step in range(start, total):
+            for step in itertools.count(start) if total is None else range(start, total):
                 yield step
                 bar.advance()
 

@@ -12,10 +12,11 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
@@ -36,16 +37,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StopRule:
-    """Ends SFT at a skill: judged on demonstrations that are held back from training."""
+    """Ends SFT at a skill: judged on demonstrations of training tasks that are held back from training."""
 
     probability: float | None = None
     """Stop once the mean probability of a whole held-back demonstration reaches this; None never stops."""
-    family_probability: float = 0.1
-    """... and no family of Tasks is below this (a family that starts near 0 is not revived by RL)."""
-    every_steps: int = 10
+    every_steps: int = 5
     """Steps between looks."""
-    num_demonstrations: int = 128
+    num_demonstrations: int = 256
     """Demonstrations that are held back."""
+
+    def __post_init__(self) -> None:
+        if self.probability is not None and not 0 < self.probability < 1:
+            raise ValueError(f"stop.probability must be between 0 and 1, got {self.probability}")
+        if self.every_steps < 1 or self.num_demonstrations < 1:
+            raise ValueError(f"stop.every_steps and stop.num_demonstrations must be >= 1, got {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,8 @@ class Config:
     """Train on Trajectories with at least so many Turns."""
     limit: int | None = None
     """Train on at most so many Trajectories."""
-    epochs: float = 3.0
-    """Passes over the data, unless a limit below ends training earlier."""
+    epochs: float | None = 3.0
+    """Passes over the data, unless a limit below ends training earlier; None for no such limit."""
     max_steps: int | None = None
     max_seconds: float | None = None
     """Training time, in seconds."""
@@ -81,8 +86,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {self.batch_size}")
-        if self.epochs <= 0:
+        if self.epochs is not None and self.epochs <= 0:
             raise ValueError(f"epochs must be > 0, got {self.epochs}")
+        if self.epochs is self.max_steps is self.max_seconds is self.stop.probability is None:
+            raise ValueError("nothing ends this run: give --epochs, --max-steps, --max-seconds or --stop.probability")
 
 
 async def main(config: Config) -> dict[str, Any]:
@@ -102,28 +109,32 @@ async def main(config: Config) -> dict[str, Any]:
         learner = await stack.enter_async_context(
             start_learner_group(config.learners, config.learner, model=model, store=run.directory / "samples")
         )
+        feed = _Feed(config, training)
         rule = _Rule(config, learner, held_back)
         reason = "epochs"
         began = time.monotonic()
         step = 0
         try:
-            for step, batch in enumerate(_batches(config, training), start=1):
-                plan = plan_samples(batch, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens)
+            for step in run.steps(feed.num_steps):
+                plan = plan_samples(
+                    feed.batch(), num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+                )
                 metrics = await learner.forward_backward(plan, LossConfig(kind=LossKind.CROSS_ENTROPY))
                 metrics |= await learner.optim_step()
                 metrics["seconds"] = time.monotonic() - began
-                if step % config.stop.every_steps == 0:
+                if config.stop.probability is not None and (step + 1) % config.stop.every_steps == 0:
                     metrics |= await rule.look()
-                    reason = "stop rule" if rule.is_met(metrics) else reason
-                run.log(step, metrics)
+                run.log(step + 1, metrics)
+                if rule.is_met(metrics):
+                    reason = "stop rule"
+                    break
                 if config.max_seconds is not None and metrics["seconds"] >= config.max_seconds:
                     reason = "max_seconds"
-                if reason != "epochs":
                     break
         finally:
             await learner.save_pretrained(run.directory / "model")
         summary = {
-            "steps": step,
+            "steps": run.step,
             "seconds": time.monotonic() - began,
             "ended_by": reason,
             "num_demonstrations": len(training),
@@ -131,7 +142,7 @@ async def main(config: Config) -> dict[str, Any]:
             "learner": learner.sharding,
         }
         run.summary(summary)
-        print(f"trained {step} steps in {summary['seconds']:.0f} s, ended by {reason}; model in {config.run / 'model'}")
+        print(f"trained {run.step} steps in {summary['seconds']:.0f} s, ended by {reason}; model in {config.run}/model")
         return summary
 
 
@@ -171,15 +182,23 @@ def render_demonstrations(config: Config, model: Path, directory: Path) -> list[
     return demonstrations
 
 
-def _batches(config: Config, training: Sequence[Demonstration]) -> Iterator[list[SizedSample]]:
-    """Batches of shuffled passes over the data, until the epochs or the steps are over."""
-    shuffler = random.Random(config.seed)
-    num_steps = math.ceil(config.epochs * len(training) / config.batch_size)
-    num_steps = min(num_steps, config.max_steps or num_steps)
-    passes = (shuffler.sample(list(training), len(training)) for _ in itertools.count())
-    flow = itertools.chain.from_iterable(passes)
-    for _ in range(num_steps):
-        yield [demonstration.sample for demonstration in itertools.islice(flow, config.batch_size)]
+class _Feed:
+    """Batches from shuffled passes over the demonstrations."""
+
+    def __init__(self, config: Config, training: Sequence[Demonstration]) -> None:
+        shuffler = random.Random(config.seed)
+        passes = (shuffler.sample(list(training), len(training)) for _ in itertools.count())
+        self._flow = itertools.chain.from_iterable(passes)
+        self._batch_size = config.batch_size
+        limits = [config.max_steps] if config.max_steps else []
+        if config.epochs is not None:
+            limits.append(math.ceil(config.epochs * len(training) / config.batch_size))
+        self.num_steps = min(limits, default=None)
+        """Steps until the data or the limit ends; None for no end."""
+
+    def batch(self) -> list[SizedSample]:
+        """The next batch."""
+        return [demonstration.sample for demonstration in itertools.islice(self._flow, self._batch_size)]
 
 
 class _Rule:
@@ -196,27 +215,19 @@ class _Rule:
         )
 
     async def look(self) -> dict[str, float]:
-        """Mean probability of a held-back demonstration, over all and the least of any family."""
-        if self._stop.probability is None:
-            return {}
+        """Mean probability of a held-back demonstration, over all and by family."""
         logprobs = self._plan.in_given_order(await self._learner.sequence_logprobs(self._plan))
         by_family: dict[str, list[float]] = defaultdict(list)
         for demonstration, logprob in zip(self._held_back, logprobs, strict=True):
             by_family[demonstration.family].append(math.exp(logprob))
-        means = {family: sum(values) / len(values) for family, values in by_family.items()}
-        everything = [value for values in by_family.values() for value in values]
-        return {
-            "heldback/probability": sum(everything) / len(everything),
-            "heldback/least_family_probability": min(means.values()),
+        return {"heldback/probability": fmean(map(math.exp, logprobs))} | {
+            f"heldback/probability/{family}": fmean(values) for family, values in by_family.items()
         }
 
     def is_met(self, metrics: Mapping[str, float]) -> bool:
-        """Whether both thresholds are reached."""
-        return (
-            self._stop.probability is not None
-            and metrics["heldback/probability"] >= self._stop.probability
-            and metrics["heldback/least_family_probability"] >= self._stop.family_probability
-        )
+        """Whether these metrics hold a look that reached the skill."""
+        skill = metrics.get("heldback/probability")
+        return self._stop.probability is not None and skill is not None and skill >= self._stop.probability
 
 
 if __name__ == "__main__":
