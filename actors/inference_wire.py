@@ -13,7 +13,7 @@ import struct
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -116,8 +116,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of asyncio's
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop: resolves the requests whose answers are complete."""

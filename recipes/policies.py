@@ -4,6 +4,7 @@ Invariant: a name resolves to a directory that transformers and vLLM load, or to
 Called by every recipe that serves or trains a policy.
 """
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Annotated
 import tyro
 
 from actors.inference_config import InferencePoolConfig
+
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def cache_directory() -> Path:
@@ -47,7 +51,10 @@ def resolve_policy(name: str, *, seed: int = 0) -> Path:
 
 
 def _tiny(seed: int) -> Path:
-    directory = cache_directory() / "policies" / f"tiny-{seed}"
+    """The untrained tiny policy; made again whenever what makes it has changed."""
+    sources = ("learners/models.py", "envs/tasksets/shell.py", "envs/tasksets/shell_families.py")
+    digest = hashlib.sha256(b"".join((_REPOSITORY / source).read_bytes() for source in sources)).hexdigest()[:12]
+    directory = cache_directory() / "policies" / f"tiny-{seed}-{digest}"
     if not (directory / "config.json").is_file():
         from envs.tasksets.shell import corpus
         from learners.models import make_tiny_model
