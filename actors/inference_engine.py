@@ -49,7 +49,7 @@ class Engine:
     """An AsyncLLM and the version of its weights; made by `Engine.start`."""
 
     def __init__(self, llm: Any, config: ServerConfig, name: str) -> None:
-        self._llm = llm
+        self._llm: Any = llm
         self._config = config
         self._name = name
         self._slots = asyncio.Semaphore(config.max_num_seqs)
@@ -150,10 +150,11 @@ class Engine:
         values = [position[token].logprob for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
         return self._finite(values)
 
-    async def load(self, manifest: Manifest, *, mode: UpdateMode, max_columns: int) -> LoadReport:
+    async def load(self, manifest: Manifest, *, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """Replaces the weights between two steps of the engine and proves that the kernels hold them.
 
-        A failure leaves the server refusing requests, because part of its weights may be new.
+        A failure leaves the server refusing requests, because part of its weights may be new; so does success without
+        `admits`, until `admit`.
         """
         async with self._update:
             num_in_flight = self.num_running
@@ -163,6 +164,7 @@ class Engine:
                 checked = await self._rpc("read_back", manifest.as_message(), max_columns)
                 self._raise_if_wrong(manifest, loaded, checked)
                 await self._set_version(manifest.version)
+                self._fault = "" if admits else "its weights are not proven yet"
             return LoadReport(
                 version=manifest.version,
                 pause_s=time.perf_counter() - began,
@@ -176,9 +178,13 @@ class Engine:
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """Pushes the stage with noise through the path of `load`; nothing is sampled until the next `load`."""
         async with self._update:
-            self._version = None
+            self._fault = "its weights are disturbed for a canary"
             async with self._paused(UpdateMode.KEEP):
                 await self._rpc("load_stage", manifest.as_message(), asdict(noise))
+
+    def admit(self) -> None:
+        """Lets requests in after a `load` that kept them out."""
+        self._fault = ""
 
     def quarantine(self, reason: str) -> None:
         """Refuses requests until the next `load` succeeds."""
@@ -193,8 +199,6 @@ class Engine:
         except BaseException as error:
             self._fault = f"weight update failed: {error!r}"
             raise
-        else:
-            self._fault = ""
         finally:
             await self._llm.resume_generation()
 

@@ -6,7 +6,7 @@ Called by recipes (`start_inference_pool`) and by actors/weight_sync.py, whose t
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,18 @@ class ServerHandle:
         """Asks how it is."""
         self.health = await self._call("health", deadline_s=deadline_s)
 
-    async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, deadline_s: float) -> LoadReport:
+    async def load(
+        self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool, deadline_s: float
+    ) -> LoadReport:
         """Replaces the weights and reads them back; see Engine.load."""
-        report = await self._call("load", manifest, mode, max_columns, deadline_s=deadline_s)
+        report = await self._call("load", manifest, mode, max_columns, admits, deadline_s=deadline_s)
         await self.refresh(deadline_s)
         return report
+
+    async def admit(self, deadline_s: float) -> None:
+        """Lets requests in after a load that kept them out."""
+        await self._call("admit", deadline_s=deadline_s)
+        await self.refresh(deadline_s)
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise, deadline_s: float) -> None:
         """Pushes the stage with noise; nothing is sampled until the next load."""
@@ -171,15 +178,23 @@ async def start_inference_pool(config: InferencePoolConfig, *, model: Path) -> A
     try:
         await asyncio.gather(*(_start(server, config.start_timeout_s) for server in servers))
         pool = InferencePool(config, servers, model)
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(pool.watch())
-            try:
-                yield pool
-            finally:
-                watching.cancel()
+        async with _in_background(pool.watch()):
+            yield pool
     finally:
         for server in servers:
             ray.kill(server.actor)
+
+
+@asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` for the length of the block. Not a TaskGroup, which would wrap the errors of the block in a group."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda task: task.cancelled() or logger.error("the watch ended", exc_info=task.exception()))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def _actor(config: InferencePoolConfig) -> Any:

@@ -86,9 +86,13 @@ class InferenceServer:
             num_cached_tokens=engine.num_cached_tokens,
         )
 
-    async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int) -> LoadReport:
+    async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """See Engine.load."""
-        return await self._started().load(manifest, mode=mode, max_columns=max_columns)
+        return await self._started().load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+
+    async def admit(self) -> None:
+        """See Engine.admit."""
+        self._started().admit()
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """See Engine.load_disturbed."""

@@ -36,8 +36,14 @@ class SyncedServer(Protocol):
         """For messages."""
         ...
 
-    async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, deadline_s: float) -> LoadReport:
-        """Replaces the weights and reads them back from the kernels."""
+    async def load(
+        self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool, deadline_s: float
+    ) -> LoadReport:
+        """Replaces the weights and reads them back; without `admits` the server samples nothing yet."""
+        ...
+
+    async def admit(self, deadline_s: float) -> None:
+        """Lets it sample after such a load."""
         ...
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise, deadline_s: float) -> None:
@@ -71,11 +77,13 @@ def probe_ids(manifest: Manifest, num_tokens: int) -> tuple[int, ...]:
     return tuple(7919 * (position + 1) % embedding.shape[0] for position in range(num_tokens))
 
 
-async def load_published(server: SyncedServer, published: Published, config: SyncConfig) -> LoadReport:
+async def load_published(server: SyncedServer, published: Published, config: SyncConfig, *, admits: bool) -> LoadReport:
     """Loads the published version; raises VersionProofError naming the tensors that a kernel does not hold."""
     what = f"loading version {version_label(published.manifest.version)} on {server.name}"
     async with deadline(what, config.load_timeout_s):
-        return await server.load(published.manifest, config.mode, config.read_back_columns, config.load_timeout_s)
+        return await server.load(
+            published.manifest, config.mode, config.read_back_columns, admits, config.load_timeout_s
+        )
 
 
 async def check_probe(server: SyncedServer, published: Published, config: SyncConfig, *, is_exact: bool) -> float:
@@ -94,7 +102,7 @@ async def check_probe(server: SyncedServer, published: Published, config: SyncCo
 
 
 async def check_canary(server: SyncedServer, published: Published, config: SyncConfig) -> None:
-    """Disturbs each group of tensors and sees the probe move; leaves the published weights loaded."""
+    """Disturbs each group of tensors and sees the probe move; leaves the weights restored and requests kept out."""
     began = time.perf_counter()
     base = await _probe(server, published, config)
     jitter = max(_gaps(base, await _probe(server, published, config)))
@@ -104,7 +112,7 @@ async def check_canary(server: SyncedServer, published: Published, config: SyncC
         for group, noise in groups.items()
         if not await _is_visible(server, published, config, noise, base, jitter)
     ]
-    await load_published(server, published, config)
+    await load_published(server, published, config, admits=False)
     restored = max(_gaps(base, await _probe(server, published, config)))
     if silent:
         await _reject(

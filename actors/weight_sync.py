@@ -149,13 +149,16 @@ class WeightSync:
         return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._is_alarming(gaps))}
 
     async def _update(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
-        """Load, probe and, before the server's first use, canary; returns the report and the probe's mean gap."""
+        """Load and probe; before the server's first use the canary too, and requests are kept out until it passed."""
         config = self._config
-        report = await load_published(server, published, config)
+        is_known = server.name in self._served or not config.canary
+        report = await load_published(server, published, config, admits=is_known)
         is_exact = self._target.is_exact and config.probe_is_exact
         gap = await check_probe(server, published, config, is_exact=is_exact)
-        if config.canary and server.name not in self._served:
+        if not is_known:
             await check_canary(server, published, config)
+            async with deadline(f"admitting requests to {server.name}", config.load_timeout_s):
+                await server.admit(config.load_timeout_s)
         self._served[server.name] = published.manifest.version
         return report, gap
 

@@ -54,7 +54,7 @@ class Served:
         return self.manifest
 
     async def update(self, *, mode: UpdateMode = UpdateMode.KEEP, max_columns: int = ALL_COLUMNS):
-        return await self.engine.load(self.stage(), mode=mode, max_columns=max_columns)
+        return await self.engine.load(self.stage(), mode=mode, max_columns=max_columns, admits=True)
 
     def published(self) -> Published:
         ids = probe_ids(self.manifest, 48)
@@ -64,8 +64,11 @@ class Served:
         await self.engine._llm.collective_rpc("freeze", args=(list(names), at.as_message() if at else None))
 
     # SyncedServer and Sampler, so that proofs and the contract run without Ray.
-    async def load(self, manifest, mode, max_columns, deadline_s):
-        return await self.engine.load(manifest, mode=mode, max_columns=max_columns)
+    async def load(self, manifest, mode, max_columns, admits, deadline_s):
+        return await self.engine.load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+
+    async def admit(self, deadline_s):
+        self.engine.admit()
 
     async def load_disturbed(self, manifest, noise: Noise, deadline_s):
         await self.engine.load_disturbed(manifest, noise)
@@ -228,6 +231,8 @@ async def test_the_canary_passes_and_names_each_group_that_does_not_reach_the_ke
     await served.freeze()
     await served.update()
     await check_canary(served, served.published(), SyncConfig())
+    assert not served.engine.is_ready, "requests stay out until the caller admits them"
+    served.engine.admit()
     assert served.engine.is_ready
     monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
     names = [tensor.name for tensor in served.manifest.tensors]
@@ -249,7 +254,7 @@ async def test_bytes_that_changed_on_the_way_are_named(served: Served):
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(VersionProofError, match=f"bytes staged for version .*{manifest.tensors[-1].name}"):
-        await served.engine.load(manifest, mode=UpdateMode.KEEP, max_columns=ALL_COLUMNS)
+        await served.engine.load(manifest, mode=UpdateMode.KEEP, max_columns=ALL_COLUMNS, admits=True)
     await served.update()
 
 

@@ -31,6 +31,7 @@ async def test_the_canary_runs_once_per_server_and_leaves_the_published_weights(
     sync = sync_of(target, tmp_path, source)
     await sync.publish(V0)
     assert target.servers[0].loaded == [V0, V0], "the update and the canary's restore"
+    assert target.servers[0].is_open
     assert all((target.servers[0].weights[name] == tensor).all() for name, tensor in source.weights.items())
     await sync.publish(V1)
     assert target.servers[0].loaded == [V0, V0, V1]
@@ -41,7 +42,7 @@ async def test_the_canary_names_the_group_that_never_reaches_the_log_probabiliti
     server.reads_back = False
     with pytest.raises(VersionProofError, match=r"canary of a: new values of lm_head\.weight do not reach"):
         await sync_of(FakeTarget(server), tmp_path).publish(V0)
-    assert "lm_head" in server.quarantined
+    assert "lm_head" in server.quarantined and not server.is_open
 
 
 async def test_one_tensor_kept_old_is_caught_by_the_probe_alone(tmp_path):

@@ -54,11 +54,15 @@ class FakeServer:
         self.delay_s = delay_s
         self.reads_back = True
         self.fails: Exception | None = None
+        self.is_open = False
         self.quarantined = ""
         self.loaded: list[PolicyVersion] = []
         self.weights: dict[str, torch.Tensor] = {}
 
-    async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, deadline_s: float) -> LoadReport:
+    async def load(
+        self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool, deadline_s: float
+    ) -> LoadReport:
+        self.is_open = False
         await asyncio.sleep(self.delay_s)
         if self.fails is not None:
             raise self.fails
@@ -68,6 +72,7 @@ class FakeServer:
         if stale and self.reads_back:
             raise VersionProofError(f"{self.name}: kernels do not hold {', '.join(stale)}")
         self.loaded.append(manifest.version)
+        self.is_open = admits
         return LoadReport(
             version=manifest.version,
             pause_s=0.25,
@@ -78,7 +83,11 @@ class FakeServer:
             unread=(),
         )
 
+    async def admit(self, deadline_s: float) -> None:
+        self.is_open = True
+
     async def load_disturbed(self, manifest: Manifest, noise: Noise, deadline_s: float) -> None:
+        assert not self.is_open, "disturbed weights while requests come in"
         self._take(
             {
                 tensor.name: disturb(values, tensor.name, noise) if tensor.name in noise.names else values.clone()
@@ -90,6 +99,7 @@ class FakeServer:
         return say(self.weights, ids)
 
     async def quarantine(self, reason: str, deadline_s: float) -> None:
+        self.is_open = False
         self.quarantined = reason
 
     def _take(self, staged: dict[str, torch.Tensor]) -> None:
