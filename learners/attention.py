@@ -116,20 +116,24 @@ def packed_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, heads, dim]: causal attention inside each Sample.
 
-    query [1, heads, T, dim], key and value [1, kv heads, T, dim].
+    query [1, heads, T, dim], key and value [1, kv heads, T, dim]. ValueError for attention of another kind.
     """
+    if softcap is not None or s_aux is not None or dropout:
+        raise ValueError("packed attention knows no soft cap, attention sinks or dropout; choose a model without them")
     if sliding_window is not None and layout.lengths and sliding_window < layout.lengths[0]:
         raise ValueError(
             f"a sliding window of {sliding_window} tokens is not supported for Samples of {layout.lengths[0]}; "
             "lower the context limit below the window"
         )
     sizes = [bucket.stop - bucket.start for bucket in layout.buckets]
-    parts = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
-    outputs = [_attend(bucket, *part, scaling) for bucket, *part in zip(layout.buckets, *parts, strict=True)]
+    queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+    outputs = [_attend(*part, scaling) for part in zip(layout.buckets, queries, keys, values, strict=True)]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 

@@ -87,7 +87,7 @@ class LearnerConfig:
     precision: Precision = Precision.FP32
     max_tokens: int = 8192
     """Tokens of a micro-batch; no Sample may be longer."""
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 512
     """Rows of logits that exist at once."""
     freeze: tuple[str, ...] = ()
     """Parameters whose name contains one of these are not trained; "embed_tokens" freezes a tied lm_head too."""

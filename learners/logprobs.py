@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_TOKENS = 1024
+DEFAULT_CHUNK_TOKENS = 512
 
 
 def token_logprobs(
