@@ -53,7 +53,7 @@ def test_tasks_of_one_set_are_distinct_and_the_families_take_turns() -> None:
     tasks = shell.make_tasks(split="heldout", count=600)
     assert len({task.instruction for task in tasks}) == 600
     assert len({task.id for task in tasks}) == 600
-    assert [task.family for task in tasks[:18]] == list(EASY_FAMILIES) * 2
+    assert [task.family for task in tasks[:24]] == list(EASY_FAMILIES) * 2
     assert [task.id for task in tasks] == sorted(task.id for task in tasks)
 
 
@@ -78,9 +78,9 @@ def test_names_cannot_be_confused() -> None:
 def test_a_family_or_split_or_count_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="split must be one of train, heldout, got 'test'"):
         shell.make_tasks(split="test", count=1)
-    with pytest.raises(ValueError, match=r"families must be distinct names among write, .*, got 'nap'"):
+    with pytest.raises(ValueError, match=r"families must be names among write, .*, got 'nap'"):
         shell.make_tasks(split="train", count=1, families=["nap"])
-    with pytest.raises(ValueError, match="families must be distinct"):
+    with pytest.raises(ValueError, match="families must be names"):
         shell.make_tasks(split="train", count=1, families=[])
     with pytest.raises(ValueError, match="count must be >= 1, got 0"):
         shell.make_tasks(split="train", count=0)
@@ -290,7 +290,7 @@ def test_hard_and_named_families_can_be_asked_for(tmp_path: Path) -> None:
         ("nowhere", "neither a directory nor a task set"),
         ("shell", "no such shell set; the sets are shell:train"),
         ("shell:test", "no such shell set"),
-        ("shell:train:nap", "families must be distinct names among"),
+        ("shell:train:nap", "families must be names among"),
         ("shell:train[5:5]", "the slice is empty"),
         ("shell:train[50:]", "shell:train ends before task 50"),
     ],
