@@ -21,6 +21,7 @@ DEFAULT_WORKDIR = "/app"
 MAX_PUT_BYTES = 1 << 20
 """Longest piece of a file in one message."""
 _SHM_BYTES = 64 << 20
+_ETC_BYTES = 16 << 20
 _BOX_DIR = "/.thresher"
 
 _VARIABLES = {
@@ -51,7 +52,7 @@ _FILES = {
     "/etc/bash.bashrc": _PROMPT,
     "/etc/shells": "/bin/sh\n/bin/bash\n",
 }
-_HOST_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_HOST_ROOTS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _HOST_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 """Parts of /etc that programs of /usr are found and loaded by."""
 
@@ -90,11 +91,12 @@ def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> tuple[str, ...]:
     args += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--uid", "0", "--gid", "0"]
     args += ["--hostname", "sandbox", "--seccomp", "4"]
     args += ["--size", str(disk_bytes), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
-    for link in _HOST_LINKS:
-        if os.path.islink(link):
-            args += ["--symlink", os.readlink(link), link]
-        elif os.path.isdir(link):
-            args += ["--ro-bind", link, link]
+    # Mounts, where a host has links into /usr: a link could be replaced, and with it the loader that the tests run by.
+    for path in _HOST_ROOTS:
+        if os.path.isdir(path):
+            args += ["--ro-bind", os.path.realpath(path), path]
+    # A mount of its own cannot be renamed away, and with it the two files that every program is loaded by.
+    args += ["--size", str(_ETC_BYTES), "--tmpfs", "/etc", "--ro-bind", "/dev/null", "/etc/ld.so.preload"]
     for path in _HOST_ETC:
         if os.path.exists(path):
             args += ["--ro-bind", path, path]

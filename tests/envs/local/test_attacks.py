@@ -196,3 +196,22 @@ def find_process(command: str) -> int:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_what_loads_the_verifiers_programs_cannot_be_replaced(box: Sandbox) -> None:
+    attempts = {
+        "preload": "echo /tmp/evil.so > /etc/ld.so.preload",
+        "remove preload": "rm -f /etc/ld.so.preload; echo /tmp/evil.so > /etc/ld.so.preload",
+        "move over preload": "echo /tmp/evil.so > /etc/p; mv -f /etc/p /etc/ld.so.preload",
+        "rename etc": "mv /etc /etc2",
+        "cache": "echo > /etc/ld.so.cache",
+        "loader": "rm -rf /lib64 && mkdir /lib64",
+        "rename lib": "mv /lib /lib2",
+        "rename bin": "mv /bin /bin2",
+        "usr": "mv /usr /usr2",
+        "shell": "echo > /bin/bash",
+    }
+    results = {name: (await box.exec(command, timeout_s=20)).exit_code for name, command in attempts.items()}
+    assert [name for name, exit_code in results.items() if exit_code == 0] == []
+    probe = "test -s /etc/ld.so.preload; echo $?; echo mine > /etc/motd && cat /etc/motd; ls -d /lib64 /bin /sbin /lib"
+    assert (await box.exec(probe, timeout_s=20)).stdout == b"1\nmine\n/bin\n/lib\n/lib64\n/sbin\n"
