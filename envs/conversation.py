@@ -4,6 +4,7 @@ Invariant: a Turn's tokens are the Completion's own, so every prompt is the last
 at any moment, the last Turn included. Made by recipes for run_episode; `ask` is called by harnesses.
 """
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,13 +65,20 @@ class SampledConversation:
         free = self._context_tokens - len(prompt_ids)
         if free < 1:
             raise ContextLimit(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self._context_tokens}")
-        params = replace(self._params, max_tokens=min(self._params.max_tokens, free))
+        params = replace(self._params, max_tokens=min(self._params.max_tokens, free), seed=self._seed())
         asked = time.monotonic()
         completion = await self._sampler.sample(prompt_ids, params, stop_ids=self._renderer.stop_ids, key=self._key)
         self._prompt_ids, self._sampled_ids = prompt_ids, completion.ids
         reply = self._renderer.decode(completion.ids)
         self._log.record(message, asked, reply, completion.finish_reason, _tokens(prefix_len, new_ids, completion))
         return reply
+
+    def _seed(self) -> int | None:
+        """A seed of its own for each reply of each rollout, so that a seeded run still explores."""
+        if self._params.seed is None:
+            return None
+        text = f"{self._params.seed}/{self._key}/{len(self._log.turns)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def _render(self, message: str) -> tuple[int, tuple[int, ...]]:
         if not self._log.turns:

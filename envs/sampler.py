@@ -23,6 +23,7 @@ class SamplingParams:
     max_tokens: int = 256
     """At most this many new tokens a reply."""
     seed: int | None = None
+    """Makes sampling repeatable: each reply of each rollout gets a seed of its own from this one. Costs speed."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

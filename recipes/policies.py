@@ -14,7 +14,6 @@ import tyro
 
 from actors.inference_config import InferencePoolConfig
 
-
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 

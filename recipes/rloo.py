@@ -120,7 +120,7 @@ async def main(config: Config) -> dict[str, Any]:
             version=version,
             refill=config.refill,
         )
-        requests = _requests(tasks, config.seed, version.lineage, skip=consumed)
+        requests = group_requests(tasks, config.seed, version.lineage, skip=consumed)
         stream = await stack.enter_async_context(
             rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
         )
@@ -166,7 +166,7 @@ async def main(config: Config) -> dict[str, Any]:
         return summary
 
 
-def _requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
+def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
     """Groups without end: passes over the shuffled Tasks, without those that a restored checkpoint consumed."""
     for epoch in itertools.count():
         for task in random.Random(seed + epoch).sample(list(tasks), len(tasks)):

@@ -1,0 +1,37 @@
+"""A tiny policy that was taught a little, shared by the tests that play and train it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from envs.build import EpisodeConfig, HarnessName
+from recipes import harvest, sft
+from recipes.presets import PRESETS
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.fixture(scope="session")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with 400 Trajectories of the oracle."""
+    directory = tmp_path_factory.mktemp("taught") / "harvest"
+    config = harvest.Config(run=directory, tasks="shell:train[:400]", episode=EpisodeConfig(harness=HarnessName.ORACLE))
+    asyncio.run(harvest.main(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def taught(demonstrations: Path) -> Path:
+    """The run directory of a short SFT: a policy that solves some tasks and fails others."""
+    directory = demonstrations.parent / "sft"
+    config = sft.Config(
+        run=directory,
+        data=(demonstrations,),
+        epochs=60,
+        stop=sft.StopRule(probability=0.35, every_steps=2, num_demonstrations=96),
+        learner=TINY.sft_learner,
+    )
+    summary = asyncio.run(sft.main(config))
+    assert summary["ended_by"] == "stop rule"
+    return directory
