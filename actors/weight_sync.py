@@ -73,7 +73,16 @@ class SyncTarget(Protocol):
 class WeightSync:
     """Publishes versions, one at a time and in order."""
 
-    def __init__(self, *, source: WeightSource, target: SyncTarget, config: SyncConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        source: WeightSource,
+        target: SyncTarget,
+        config: SyncConfig | None = None,
+        on_served: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_served` is called whenever a server took a version."""
+        self._on_served = on_served
         self._source = source
         self._target = target
         self._config = config or SyncConfig()
@@ -85,10 +94,16 @@ class WeightSync:
         self._served: dict[str, PolicyVersion] = {}
         """The version that each proven server took last."""
         self._first_gap: float | None = None
+        self._gaps: list[float] = []
         self.num_syncs = 0
         self.num_syncs_in_flight = 0
         """Syncs during which at least one server was sampling."""
         target.heal_with(self._heal)
+
+    @property
+    def probe_gap_mean(self) -> float:
+        """Mean |server - learner| of the probe's log-probabilities, both on the same weights, over all syncs."""
+        return sum(self._gaps) / len(self._gaps) if self._gaps else float("nan")
 
     async def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Stages the source's weights as `version` and has every server load and prove them.
@@ -160,6 +175,9 @@ class WeightSync:
             async with deadline(f"admitting requests to {server.name}", config.load_timeout_s):
                 await server.admit(config.load_timeout_s)
         self._served[server.name] = published.manifest.version
+        self._gaps.append(gap)
+        if self._on_served is not None:
+            self._on_served()
         return report, gap
 
     async def _heal(self, server: SyncedServer) -> None:

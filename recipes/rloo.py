@@ -72,7 +72,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-4))
     learners: Annotated[LearnerGroupConfig, tyro.conf.arg(name="learner")] = field(default_factory=LearnerGroupConfig)
     loss: LossConfig = field(default_factory=lambda: LossConfig(kind=LossKind.CLIPPED))
-    sync: SyncConfig = field(default_factory=SyncConfig)
+    sync: SyncConfig = field(default_factory=lambda: SyncConfig(barrier=False))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     wandb: bool = False
     """Log to Weights & Biases too."""
@@ -102,8 +102,6 @@ async def main(config: Config) -> dict[str, Any]:
         )
         servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model))
         version, consumed = await _restore(run, learner)
-        weights = WeightSync(source=learner, target=servers, config=config.sync)
-        await weights.publish(version)
         rollouts = await stack.enter_async_context(
             start_rollout_pool(
                 config.rollouts,
@@ -120,6 +118,13 @@ async def main(config: Config) -> dict[str, Any]:
             version=version,
             refill=config.refill,
         )
+        # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
+        sync = dataclasses.replace(config.sync, barrier=config.sync.barrier or config.max_staleness == 0)
+        weights = WeightSync(
+            source=learner, target=servers, config=sync, on_served=lambda: buffer.advance(servers.oldest_version())
+        )
+        stack.push_async_callback(weights.close)
+        await weights.publish(version)
         requests = group_requests(tasks, config.seed, version.lineage, skip=consumed)
         stream = await stack.enter_async_context(
             rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
@@ -142,13 +147,13 @@ async def main(config: Config) -> dict[str, Any]:
                 consumed |= {group.group_id for group in groups}
                 version = dataclasses.replace(version, n=step + 1)
                 metrics |= await weights.publish(version) | clock.lap("publish_s")
-                buffer.advance(servers.oldest_version())
                 run.log(step + 1, metrics | buffer.metrics())
                 if version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, learner, version, consumed)
         finally:
             await _checkpoint(run, learner, version, consumed)
             await learner.save_pretrained(run.directory / "model")
+        await weights.close()
         summary = {
             "rl_steps": version.n,
             "seconds": time.monotonic() - began,
