@@ -43,7 +43,12 @@ def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _attention_forward(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, layout: PackedLayout, **_: Any
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    layout: PackedLayout,
+    **_unused: Any,
 ) -> tuple[Tensor, None]:
     """hidden_states [1, T, width] -> [1, T, width]."""
     heads = (1, hidden_states.shape[1], -1, self.head_dim)
