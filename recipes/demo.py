@@ -16,7 +16,7 @@ Everything that is chosen by a threshold is chosen on tasks of the training spli
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class _Stages:
     def __init__(self, config: Config, preset: Preset, run: Run) -> None:
         self._config = config
         self._preset = preset
+        self._run = run
         self._root = run.directory
         self.seconds: dict[str, float] = {}
         """Wall time of each stage."""
@@ -96,7 +97,7 @@ class _Stages:
         episode = dataclasses.replace(self._preset.episode, harness=HarnessName.ORACLE)
         tasks = f"shell:train[:{self._preset.num_demonstrations}]"
         config = harvest.Config(run=self._root / "harvest", tasks=tasks, episode=episode)
-        return await self._timed("harvest", harvest.main(config))
+        return await self._timed("harvest", harvest.main, config)
 
     async def sft(
         self, stage: str, model: Path, *, stop: sft.StopRule | None = None, max_seconds: float | None = None
@@ -112,7 +113,7 @@ class _Stages:
             policy=PolicyConfig(model=str(model)),
             learner=self._preset.sft_learner,
         )
-        return await self._timed(stage, sft.main(config))
+        return await self._timed(stage, sft.main, config)
 
     async def rloo(self, stage: str, model: Path) -> dict[str, Any]:
         preset = self._preset
@@ -129,7 +130,7 @@ class _Stages:
             learner=preset.rl_learner,
             loss=LossConfig(kind=LossKind.CLIPPED),
         )
-        return await self._timed(stage, rloo.main(config))
+        return await self._timed(stage, rloo.main, config)
 
     async def evaluate(self, name: str, model: Path) -> dict[str, Any]:
         config = evaluate.Config(
@@ -139,7 +140,7 @@ class _Stages:
             policy=PolicyConfig(model=str(model), pool=self._preset.pool),
             episode=self._preset.episode,
         )
-        return await self._timed(f"evaluate-{name}", evaluate.main(config))
+        return await self._timed(f"evaluate-{name}", evaluate.main, config)
 
     async def teach(self, teacher: Path) -> dict[str, Any]:
         """A harvest from the trained policy; its solved Trajectories are exported in both forms."""
@@ -150,18 +151,23 @@ class _Stages:
             policy=PolicyConfig(model=str(teacher), pool=self._preset.pool),
             episode=self._preset.episode,
         )
-        summary = await self._timed("teach", harvest.main(config))
+        summary = await self._timed("teach", harvest.main, config)
         for style in ConversationFormat:
             out = self._root / "teach" / f"solved-{style}.jsonl"
-            exported = await export.main(export.Config(data=(config.run,), out=out, format=style))
-        return summary | exported
-
-    async def _timed(self, stage: str, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-        began = time.monotonic()
-        print(f"== {stage}", flush=True)
-        summary = await work
-        self.seconds[stage] = round(time.monotonic() - began, 1)
+            summary |= await export.main(export.Config(data=(config.run,), out=out, format=style))
         return summary
+
+    async def _timed(self, stage: str, main: Callable[[Any], Awaitable[dict[str, Any]]], config: Any) -> dict[str, Any]:
+        """The recipe's summary; a stage that an earlier start of this run has finished is not played again."""
+        done: dict[str, Any] = self._run.load_state() or {}
+        if stage not in done:
+            print(f"== {stage}", flush=True)
+            began = time.monotonic()
+            summary = await main(config)
+            done[stage] = {"summary": summary, "seconds": round(time.monotonic() - began, 1)}
+            self._run.save_state(done)
+        self.seconds[stage] = done[stage]["seconds"]
+        return done[stage]["summary"]
 
 
 def _summary(

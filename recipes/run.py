@@ -81,7 +81,7 @@ class Run:
 
     def save_state(self, state: Any) -> None:
         """Replaces state.json, from which the run goes on after a restart; whole or not at all."""
-        _write_json(self.directory / "state.json", state)
+        _write_json(self.directory / "state.json", to_json(state))
 
     def load_state(self) -> Any | None:
         """What `save_state` wrote last; None in a new run."""
