@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 
+CPU_BLOCK_TOKENS = 32
+"""Granularity of the prefix cache on CPU. vLLM's default there, 128, would never reuse a prompt of 100 tokens."""
+
+
 class DType(StrEnum):
     """Number format of weights and activations in the engine."""
 
@@ -84,6 +88,8 @@ class ServerConfig:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.tensor_parallel_size == 1 else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.threads),
+            # Threads that spin while they wait starve each other on shared cores: 1,200 tok/s instead of 5,200.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
 
     def resolved_engine_args(self, model: Path) -> dict[str, Any]:
@@ -104,6 +110,7 @@ class ServerConfig:
             "use_tqdm_on_load": False,
         }
         if self.num_gpus == 0:
+            args["block_size"] = CPU_BLOCK_TOKENS
             args["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)
             args["distributed_executor_backend"] = "uni" if self.tensor_parallel_size == 1 else "mp"
         return args | dict(self.engine_args)
