@@ -6,7 +6,7 @@ same weights, the same step and the same metrics. Called by learner actors and t
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,9 @@ from trajectories.store import read_group, read_sample
 __all__ = ["Learner", "init_process_group"]
 
 logger = logging.getLogger(__name__)
+
+CACHED_GROUPS = 32
+"""Decoded Groups that a rank keeps while it walks through its micro-batches."""
 
 
 class Learner:
@@ -66,8 +69,9 @@ class Learner:
         """
         sums = torch.zeros(len(SUMMED), dtype=torch.float64)
         largest_ratio = 0.0
+        reader = _Reader(store)
         for refs in plan.micro_batches:
-            batch = pack(_read(refs, store), self._device)
+            batch = pack(reader.read(refs), self._device)
             logprobs_N, entropy_N = self._network(batch, loss.temperature)
             result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
             # FSDP averages gradients over ranks; the weights are made for a sum.
@@ -107,8 +111,9 @@ class Learner:
     def sequence_logprobs(self, plan: RankPlan, store: Path) -> list[float]:
         """Summed log-probability of each planned Sample's trained tokens at temperature 1, in the order of the plan."""
         sequences: list[float] = []
+        reader = _Reader(store)
         for refs in plan.micro_batches:
-            batch = pack(_read(refs, store), self._device)
+            batch = pack(reader.read(refs), self._device)
             logprobs_N = self._logprobs(batch)
             totals = torch.zeros(batch.num_samples, dtype=torch.float64)
             totals.index_add_(0, batch.members_N.cpu(), logprobs_N.double().cpu())
@@ -172,14 +177,17 @@ class Learner:
         return sums.cpu(), float(largest)
 
 
-def _read(refs: Sequence[SampleRef], store: Path) -> list[WeightedSample]:
-    """The planned Samples with their tokens."""
-    groups = lru_cache(maxsize=None)(lambda location: read_group(store, location))
-    samples = []
-    for ref in refs:
+class _Reader:
+    """Fetches planned Samples; Groups are read once while their members are near each other in the plan."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._group = lru_cache(maxsize=CACHED_GROUPS)(partial(read_group, store))
+
+    def read(self, refs: Sequence[SampleRef]) -> list[WeightedSample]:
+        return [WeightedSample(sample=self._sample(ref), advantage=ref.advantage, weight=ref.weight) for ref in refs]
+
+    def _sample(self, ref: SampleRef) -> Sample:
         if ref.member is None:
-            sample = read_sample(store, ref.location)
-        else:
-            sample = trajectory_samples(groups(ref.location).trajectories[ref.member])[ref.branch]
-        samples.append(WeightedSample(sample=sample, advantage=ref.advantage, weight=ref.weight))
-    return samples
+            return read_sample(self._store, ref.location)
+        return trajectory_samples(self._group(ref.location).trajectories[ref.member])[ref.branch]

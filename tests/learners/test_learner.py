@@ -12,10 +12,13 @@ from learners.config import LearnerConfig, LossConfig, LossKind, Precision, Sche
 from learners.learner import Learner
 from learners.model import full_tensor
 from learners.optimizer import NonFiniteGradients, learning_rate
-from learners.plan import BatchPlan, RankPlan, plan_samples
+from learners.plan import BatchPlan, RankPlan, plan_batch, plan_samples
 from tests.learners.conftest import make_samples, store_samples
 from tests.learners.reference import PlainLearner
-from trajectories.samples import Sample
+from trajectories.handle import summarize
+from trajectories.samples import Sample, trajectory_samples
+from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, VersionSpan
+from trajectories.store import StoreWriter
 
 LENGTHS = [33, 5, 64, 61, 2, 60, 17, 40]
 SFT = LossConfig(kind=LossKind.CROSS_ENTROPY)
@@ -214,3 +217,42 @@ def test_warm_up_then_each_schedule_by_hand() -> None:
 def test_a_schedule_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="cosine schedule needs total_steps > warmup_steps"):
         LearnerConfig(schedule=Schedule.COSINE)
+
+
+def test_a_stored_group_is_trained_branch_by_branch_on_the_ids_that_were_sampled(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    def turn(prefix_len: int, new_ids: tuple[int, ...], sampled: tuple[int, ...]) -> Turn:
+        tokens = TurnTokens(
+            prefix_len=prefix_len,
+            new_ids=new_ids,
+            sampled_ids=sampled,
+            logprobs=(-5.0,) * len(sampled),
+            spans=(VersionSpan(version=PolicyVersion(lineage=0, n=0), num_tokens=len(sampled)),),
+        )
+        return Turn(reply="", observation="", finish_reason="stop", tokens=tokens)
+
+    def trajectory(member: int, reward: float, *turns: Turn) -> Trajectory:
+        return Trajectory(
+            id=f"t{member}",
+            task_id="task",
+            group_id="g",
+            member=member,
+            prompt="",
+            turns=turns,
+            outcome=Outcome.COMPLETED,
+            reward=reward,
+        )
+
+    broken = trajectory(0, 1.0, turn(0, (1, 2), (3, 4)), turn(1, (5,), (6,)))  # keeps one id: two branches
+    group = Group(id="g", task_id="task", trajectories=(broken, trajectory(1, 0.0, turn(0, (1, 2), (7,)))))
+    with StoreWriter(tmp_path, "test") as writer:
+        handle = summarize(group, writer.append(group))
+    plan = plan_batch([handle], num_ranks=1, max_tokens=64)
+    assert plan.num_tokens == 4
+    learner, plain = Learner(LearnerConfig(), model=tiny_model), PlainLearner(tiny_model, lr=1.0)
+    metrics = learner.forward_backward(plan.ranks[0], LossConfig(), tmp_path)
+    samples = [sample for member in group.trajectories for sample in trajectory_samples(member)]
+    assert [sample.ids.tolist() for sample in samples] == [[1, 2, 3, 4], [1, 5, 6], [1, 2, 7]]
+    assert metrics["train/loss"] == pytest.approx(plain.clipped(samples, [1.0, 1.0, -1.0], 4), rel=1e-5)
+    assert_same_gradients(gradients(learner), plain.gradients())
