@@ -68,7 +68,7 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
         joining["object_store_memory"] = config.object_store_mb << 20
     ray.init(
         address=address,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,  # its warnings speak of defaults that this project chose
         log_to_driver=True,
         runtime_env={"env_vars": _worker_environment(joined=bool(address))},
         **joining,

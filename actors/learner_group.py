@@ -46,7 +46,9 @@ class LearnerRank:
         self, config: LearnerConfig, model: Path, store: Path, rank: int, num_ranks: int, threads: int
     ) -> None:
         import torch
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()
         torch.set_num_threads(threads)
         self._config = config
         self._model = model

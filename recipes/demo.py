@@ -45,8 +45,8 @@ class Config:
     """tiny or smollm2."""
     seed: int = 0
     """Seeds the policy's first weights and every order of tasks and data."""
-    num_heldout: int = 480
-    """Held-out Tasks of each evaluation."""
+    num_heldout: int | None = None
+    """Held-out Tasks of each evaluation; None takes the policy's preset."""
     rl_steps: int | None = None
     """Optimizer steps of RLOO; None takes the policy's preset."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -54,7 +54,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.policy not in PRESETS:
             raise ValueError(f"policy must be one of {', '.join(PRESETS)}, got {self.policy!r}")
-        if self.num_heldout < 2:
+        if self.num_heldout is not None and self.num_heldout < 2:
             raise ValueError(f"num_heldout must be >= 2 for an interval, got {self.num_heldout}")
 
 
@@ -86,6 +86,7 @@ class _Stages:
         self._preset = preset
         self._run = run
         self._root = run.directory
+        self.num_heldout = config.num_heldout or preset.num_heldout
         self.seconds: dict[str, float] = {}
         """Wall time of each stage."""
 
@@ -112,6 +113,7 @@ class _Stages:
             seed=self._config.seed,
             policy=PolicyConfig(model=str(model)),
             learner=self._preset.sft_learner,
+            learners=self._preset.sft_ranks,
         )
         return await self._timed(stage, sft.main, config)
 
@@ -135,7 +137,7 @@ class _Stages:
     async def evaluate(self, name: str, model: Path) -> dict[str, Any]:
         config = evaluate.Config(
             run=self._root / f"evaluate-{name}",
-            tasks=f"shell:heldout[:{self._config.num_heldout}]",
+            tasks=f"shell:heldout[:{self.num_heldout}]",
             greedy=True,
             policy=PolicyConfig(model=str(model), pool=self._preset.pool),
             episode=self._preset.episode,
@@ -179,7 +181,7 @@ def _summary(
     taught: dict[str, Any],
 ) -> dict[str, Any]:
     """The demo's figures. Each gain is over SFT, paired by Task."""
-    summary: dict[str, Any] = {"policy": config.policy, "seed": config.seed, "num_heldout": config.num_heldout}
+    summary: dict[str, Any] = {"policy": config.policy, "seed": config.seed, "num_heldout": stages.num_heldout}
     for name, score in scores.items():
         summary[f"solved_{name}"] = score["solved"]
         summary[f"solved_{name}_ci95"] = score["ci95"]

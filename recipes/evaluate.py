@@ -21,7 +21,7 @@ from envs.build import EpisodeConfig
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from recipes.launch import launch
-from recipes.play import Served, play_tasks, serve
+from recipes.play import Served, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
 from recipes.run import Run
 from recipes.statistics import solved_rate
@@ -62,7 +62,8 @@ async def main(config: Config) -> dict[str, Any]:
     """Evaluates and returns the summary that it wrote."""
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
-        async with start_cluster(config.cluster), serve(config.policy, config.episode) as served:
+        player = player_of(config.policy, config.episode)
+        async with start_cluster(config.cluster), serve(player, config.policy.pool) as served:
             summary = await _evaluate(config, run, tasks, served, config.episode, attempts=config.attempts)
             if config.greedy:
                 greedy = dataclasses.replace(config.episode.sampling, temperature=0.0)

@@ -17,7 +17,7 @@ from actors.rollout_pool import RolloutPoolConfig
 from envs.build import EpisodeConfig, HarnessName
 from envs.tasksets import resolve_tasks
 from recipes.launch import launch
-from recipes.play import play_tasks, serve
+from recipes.play import play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
 from recipes.run import Run
 from trajectories.metrics import summarize_groups
@@ -54,7 +54,8 @@ async def main(config: Config) -> dict[str, Any]:
     """Harvests and returns the summary that it wrote."""
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
-        async with start_cluster(config.cluster), serve(config.policy, config.episode) as served:
+        player = player_of(config.policy, config.episode)
+        async with start_cluster(config.cluster), serve(player, config.policy.pool) as served:
             handles, facts = await play_tasks(
                 run,
                 tasks,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import start_inference_pool
 from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
-from envs.build import EpisodeConfig
+from envs.build import EpisodeConfig, HarnessName
 from envs.sampler import Sampler
 from envs.task import Task
 from recipes.policies import PolicyConfig, resolve_policy
@@ -30,14 +31,19 @@ class Served:
     """For the summary: the model and the engine's class."""
 
 
+def player_of(policy: PolicyConfig, episode: EpisodeConfig) -> Path | HarnessName:
+    """The policy's model directory, or the harness where it needs no policy; ValueError before any work starts."""
+    return resolve_policy(policy.model) if episode.harness.needs_policy else episode.harness
+
+
 @asynccontextmanager
-async def serve(policy: PolicyConfig, episode: EpisodeConfig) -> AsyncIterator[Served]:
-    """Serves the policy for the length of the block, if the episode's harness needs one."""
-    if not episode.harness.needs_policy:
-        yield Served(sampler=None, model=None, facts={"model": str(episode.harness)})
+async def serve(player: Path | HarnessName, config: InferencePoolConfig) -> AsyncIterator[Served]:
+    """Serves the player for the length of the block, if it is a policy."""
+    if isinstance(player, HarnessName):
+        yield Served(sampler=None, model=None, facts={"model": str(player)})
         return
-    model = resolve_policy(policy.model)
-    async with start_inference_pool(policy.pool, model=model) as pool:
+    model = player
+    async with start_inference_pool(config, model=model) as pool:
         yield Served(sampler=pool.sampler(), model=model, facts={"model": str(model), "engine": pool.engine})
 
 

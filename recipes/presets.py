@@ -5,11 +5,13 @@ Invariant: thresholds, rates and step counts here were chosen on tasks of the tr
 
 from dataclasses import dataclass, field
 
-from actors.inference_config import InferencePoolConfig
+from actors.cluster import Resources
+from actors.inference_config import InferencePoolConfig, ServerConfig
+from actors.learner_group import LearnerGroupConfig
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
 from envs.terminus2.harness import Malformed
-from learners.config import LearnerConfig
+from learners.config import LearnerConfig, Precision
 from recipes.sft import StopRule
 
 
@@ -24,7 +26,10 @@ class Preset:
     sft_batch_size: int
     stop: StopRule
     sft_learner: LearnerConfig
+    sft_ranks: LearnerGroupConfig = field(default_factory=LearnerGroupConfig)
     rl_learner: LearnerConfig
+    num_heldout: int = 480
+    """Held-out Tasks of each evaluation."""
     num_taught: int
     """Tasks that the trained policy plays as teacher."""
     rl_steps: int
@@ -51,5 +56,23 @@ PRESETS = {
         episode=EpisodeConfig(
             malformed=Malformed.END, max_turns=6, context_tokens=512, sampling=SamplingParams(max_tokens=80)
         ),
+    ),
+    "smollm2": Preset(
+        num_demonstrations=600,
+        sft_epochs=4,
+        sft_batch_size=16,
+        stop=StopRule(probability=0.3, every_steps=2, num_demonstrations=54),
+        sft_learner=LearnerConfig(lr=2e-4, warmup_steps=5, precision=Precision.BF16, freeze=("embed_tokens",)),
+        sft_ranks=LearnerGroupConfig(resources=Resources(threads=2)),
+        rl_learner=LearnerConfig(lr=2e-5, precision=Precision.BF16, freeze=("embed_tokens",), max_tokens=4096),
+        num_taught=48,
+        rl_steps=8,
+        groups_per_step=8,
+        group_size=8,
+        max_staleness=1,
+        episode=EpisodeConfig(
+            malformed=Malformed.END, max_turns=6, context_tokens=768, sampling=SamplingParams(max_tokens=96)
+        ),
+        pool=InferencePoolConfig(server=ServerConfig(max_num_seqs=64, kv_cache_gb=1.0, threads=2)),
     ),
 }

@@ -29,7 +29,7 @@ from envs.build import EpisodeConfig
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
-from learners.config import LearnerConfig, LossConfig, LossKind
+from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
@@ -119,7 +119,11 @@ async def main(config: Config) -> dict[str, Any]:
             refill=config.refill,
         )
         # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-        sync = dataclasses.replace(config.sync, barrier=config.sync.barrier or config.max_staleness == 0)
+        sync = dataclasses.replace(
+            config.sync,
+            barrier=config.sync.barrier or config.max_staleness == 0,
+            probe_is_exact=config.learner.precision is Precision.FP32,
+        )
         weights = WeightSync(
             source=learner, target=servers, config=sync, on_served=lambda: buffer.advance(servers.oldest_version())
         )
