@@ -11,7 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-
 CPU_BLOCK_TOKENS = 32
 """Granularity of the prefix cache on CPU. vLLM's default there, 128, would never reuse a prompt of 100 tokens."""
 
@@ -42,7 +41,7 @@ class ServerConfig:
 
     dtype: DType = DType.AUTO
     max_model_len: int = 2048
-    """Longest prompt plus reply, in tokens."""
+    """Longest prompt plus reply, in tokens; at most what the model has positions for."""
     max_num_seqs: int = 128
     """Sequences decoded at once; further requests queue in the server."""
     kv_cache_gb: float = 0.5
@@ -99,7 +98,7 @@ class ServerConfig:
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": (saved_dtype(model) if self.dtype is DType.AUTO else self.dtype).value,
-            "max_model_len": self.max_model_len,
+            "max_model_len": min(self.max_model_len, num_positions(model)),
             # One slot more than requests are admitted, so that a probe never waits behind them.
             "max_num_seqs": self.max_num_seqs + 1,
             "enforce_eager": self.enforce_eager,
@@ -152,6 +151,12 @@ def check_model(model: Path) -> Path:
         if not any(model.glob(pattern)):
             raise ValueError(f"model path {model} has no {what} ({pattern}): save the model there with save_pretrained")
     return model.absolute()
+
+
+def num_positions(model: Path) -> int:
+    """Longest sequence that a model directory's config.json allows."""
+    config = json.loads((model / "config.json").read_text())
+    return config.get("text_config", config)["max_position_embeddings"]
 
 
 def saved_dtype(model: Path) -> DType:

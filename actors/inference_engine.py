@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.inference_config import ServerConfig, UpdateMode
-from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError, WeightSyncError
+from actors.inference_errors import (
+    NonFiniteLogprobs,
+    ServerGone,
+    ServerNotReady,
+    ServerStartError,
+    VersionProofError,
+    WeightSyncError,
+)
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest, parse_version, version_label
 from envs.errors import ContextLimit
@@ -70,12 +77,16 @@ class Engine:
     async def start(cls, model: Path, config: ServerConfig, *, name: str, version: PolicyVersion | None) -> "Engine":
         """Loads the model. `version` names the weights on disk; None samples nothing before the first `load`.
 
-        The environment of `config.environment()` must be set before this process imports torch.
+        The environment of `config.environment()` must be set before this process imports torch. Raises
+        ServerStartError with what vLLM has against the arguments.
         """
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**config.resolved_engine_args(model)))
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**config.resolved_engine_args(model)))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ServerStartError(f"{name} did not come up: {' '.join(str(error).split())[:600]}") from error
         engine = cls(llm, config, name)
         await llm.collective_rpc("die_with_parent")
         if version is not None:
@@ -114,10 +125,9 @@ class Engine:
 
         Raises ContextLimit, ServerNotReady, ServerGone and NonFiniteLogprobs.
         """
-        if len(prompt_ids) >= self._config.max_model_len:
-            raise ContextLimit(
-                f"prompt of {len(prompt_ids)} tokens, but {self._name} takes {self._config.max_model_len - 1}"
-            )
+        limit = self._llm.model_config.max_model_len
+        if len(prompt_ids) >= limit:
+            raise ContextLimit(f"prompt of {len(prompt_ids)} tokens, but {self._name} takes {limit - 1}")
         self.num_waiting += 1
         try:
             await self._slots.acquire()

@@ -210,7 +210,7 @@ def _actor(config: InferencePoolConfig) -> Any:
 async def _start(server: ServerHandle, deadline_s: float) -> None:
     try:
         await server.start(FIRST_VERSION, deadline_s)
-    except (ClusterError, RuntimeError, ValueError) as error:
+    except ClusterError as error:
         raise ServerStartError(f"{server.name} did not come up: {_last_line(error)}") from error
 
 

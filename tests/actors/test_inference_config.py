@@ -7,7 +7,7 @@ from actors.inference_config import DType, InferencePoolConfig, ServerConfig, ch
 
 
 def saved(tmp_path: Path, **config) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096} | config))
     (tmp_path / "model.safetensors").write_bytes(b"")
     return tmp_path
 
@@ -30,15 +30,21 @@ def test_auto_takes_the_number_format_of_the_saved_model(tmp_path: Path):
         ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float16"))
 
 
+def test_a_context_ends_where_the_model_has_no_more_positions(tmp_path: Path):
+    model = saved(tmp_path, dtype="float32", max_position_embeddings=512)
+    assert ServerConfig(max_model_len=2048).resolved_engine_args(model)["max_model_len"] == 512
+    assert ServerConfig(max_model_len=300).resolved_engine_args(model)["max_model_len"] == 300
+
+
 def test_engine_arguments_given_by_name_win(tmp_path: Path):
     config = ServerConfig(dtype=DType.BFLOAT16, engine_args={"block_size": 32, "max_num_seqs": 7})
-    args = config.resolved_engine_args(tmp_path)
+    args = config.resolved_engine_args(saved(tmp_path))
     assert (args["block_size"], args["max_num_seqs"], args["dtype"]) == (32, 7, "bfloat16")
 
 
 def test_a_gpu_server_spreads_over_its_gpus_and_leaves_the_cpu_settings_out(tmp_path: Path):
     config = ServerConfig(dtype=DType.BFLOAT16, tensor_parallel_size=2, num_gpus=2)
-    assert "kv_cache_memory_bytes" not in config.resolved_engine_args(tmp_path)
+    assert "kv_cache_memory_bytes" not in config.resolved_engine_args(saved(tmp_path))
     assert "OMP_NUM_THREADS" not in config.environment()
     with pytest.raises(ValueError, match="num_gpus must be 0"):
         ServerConfig(tensor_parallel_size=2, num_gpus=1)
