@@ -155,6 +155,8 @@ class RolloutStream:
             while running:
                 await asyncio.wait(running)
             self._buffer.close()
+        except Exception as error:
+            self._fail(error)
         finally:
             await _cancel(running)
 
@@ -172,9 +174,13 @@ class RolloutStream:
     async def _play(self, request: GroupRequest) -> None:
         try:
             self._buffer.put(await self._pool.play(request, self._size))
-        except Exception as error:  # handed on to `take`, which raises it
-            if not self._failure.done():
-                self._failure.set_exception(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Hands what broke on to `take`, which raises it; the first failure counts."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
 
 @asynccontextmanager
