@@ -58,6 +58,7 @@ def run_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_give_the_losses_updates_and_checkpoint_of_one(tiny_model: Path, tmp_path: Path) -> None:
     sized = store_samples(tmp_path / "store", make_samples(LENGTHS))
     context = get_context("spawn")
@@ -66,7 +67,7 @@ def test_two_ranks_give_the_losses_updates_and_checkpoint_of_one(tiny_model: Pat
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
-    by_rank = {rank: rest for rank, *rest in (results.get(timeout=90) for _ in processes)}
+    by_rank = {rank: rest for rank, *rest in (results.get(timeout=240) for _ in processes)}
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
