@@ -1,0 +1,124 @@
+"""The rollout pool over fake workers: what it bounds, what it passes on."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig
+from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
+from trajectories.buffer import EndOfTasks, GroupBuffer
+from trajectories.handle import BranchSize, GroupHandle, Location, MemberSummary
+from trajectories.schema import Outcome, PolicyVersion
+
+V0 = PolicyVersion(lineage=0, n=0)
+
+
+class FakeWorker:
+    """Plays a Group in `delay_s`; counts the rollouts that run at once."""
+
+    def __init__(self, delay_s: float = 0.01, broken: str = "") -> None:
+        self.delay_s = delay_s
+        self.broken = broken
+        self.running = 0
+        self.most = 0
+        self.play = SimpleNamespace(remote=self._play)
+
+    async def _play(self, task: Task, group_id: str, size: int) -> GroupHandle:
+        self.running += size
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(self.delay_s)
+        self.running -= size
+        if group_id == self.broken:
+            raise RuntimeError(f"bug in {group_id}")
+        return handle(group_id, size)
+
+
+def handle(group_id: str, size: int) -> GroupHandle:
+    members = tuple(
+        MemberSummary(
+            trajectory_id=f"{group_id}.{member}",
+            outcome=Outcome.COMPLETED,
+            reward=float(member % 2),
+            num_turns=1,
+            branches=(BranchSize(num_tokens=4, num_trained=2),),
+            min_version=V0,
+            max_version=V0,
+            seconds=0.0,
+        )
+        for member in range(size)
+    )
+    location = Location(segment="s", offset=0, length=1)
+    return GroupHandle(group_id=group_id, task_id=group_id, location=location, members=members)
+
+
+def requests(count: int) -> Iterator[GroupRequest]:
+    for index in range(count):
+        task = Task(
+            id=f"t{index}",
+            instruction="do",
+            environment=Environment(),
+            verifier=VerifierSpec(),
+            limits=Limits(),
+            provenance=Provenance(),
+            path=Path("t"),
+        )
+        yield GroupRequest(task=task, group_id=f"g{index}")
+
+
+def make_pool(workers: list[FakeWorker], max_rollouts: int) -> RolloutPool:
+    config = RolloutPoolConfig(num_workers=len(workers), max_rollouts=max_rollouts)
+    return RolloutPool(config, workers, sandbox={}, group_deadline_s=5)
+
+
+async def test_no_more_rollouts_run_than_there_are_slots() -> None:
+    workers = [FakeWorker(), FakeWorker()]
+    pool = make_pool(workers, max_rollouts=10)
+    handles = [handle async for handle in pool.play_all(requests(20), size=4)]
+    assert sorted(handle.group_id for handle in handles) == sorted(f"g{index}" for index in range(20))
+    assert sum(worker.most for worker in workers) <= 10 and all(worker.most for worker in workers)
+
+
+async def test_groups_larger_than_half_the_slots_do_not_starve_each_other() -> None:
+    pool = make_pool([FakeWorker()], max_rollouts=5)
+    async with asyncio.timeout(5):
+        assert len([handle async for handle in pool.play_all(requests(6), size=3)]) == 6
+
+
+async def test_a_group_larger_than_the_pool_still_plays() -> None:
+    pool = make_pool([FakeWorker()], max_rollouts=2)
+    async with asyncio.timeout(5):
+        assert len([handle async for handle in pool.play_all(requests(3), size=8)]) == 3
+
+
+async def test_a_stream_feeds_each_step_and_ends_with_its_tasks() -> None:
+    pool = make_pool([FakeWorker()], max_rollouts=64)
+    buffer = GroupBuffer(groups_per_step=2, max_staleness=1, version=V0)
+    async with pool.stream(requests(4), 2, buffer, lambda: buffer.version) as stream:
+        assert len(await stream.take(V0, 5)) == 2
+        buffer.advance(PolicyVersion(lineage=0, n=1))
+        assert len(await stream.take(PolicyVersion(lineage=0, n=1), 5)) == 2
+        with pytest.raises(EndOfTasks):
+            await stream.take(PolicyVersion(lineage=0, n=1), 5)
+
+
+async def test_what_breaks_a_worker_is_raised_where_groups_are_taken() -> None:
+    pool = make_pool([FakeWorker(broken="g1")], max_rollouts=64)
+    buffer = GroupBuffer(groups_per_step=2, max_staleness=1, version=V0)
+    async with pool.stream(requests(4), 2, buffer, lambda: buffer.version) as stream:
+        with pytest.raises(RuntimeError, match="bug in g1"):
+            await stream.take(V0, 5)
+
+
+async def test_what_breaks_the_source_of_tasks_is_raised_where_groups_are_taken() -> None:
+    def broken() -> Iterator[GroupRequest]:
+        yield from requests(1)
+        raise OSError("tasks are gone")
+
+    pool = make_pool([FakeWorker()], max_rollouts=64)
+    buffer = GroupBuffer(groups_per_step=2, max_staleness=1, version=V0)
+    async with pool.stream(broken(), 2, buffer, lambda: buffer.version) as stream:
+        with pytest.raises(OSError, match="tasks are gone"):
+            await stream.take(V0, 5)
