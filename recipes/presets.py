@@ -6,12 +6,12 @@ Invariant: thresholds, rates and step counts here were chosen on tasks of the tr
 from dataclasses import dataclass, field
 
 from actors.cluster import Resources
-from actors.inference_config import InferencePoolConfig, ServerConfig
+from actors.inference_config import DType, InferencePoolConfig, ServerConfig
 from actors.learner_group import LearnerGroupConfig
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
 from envs.terminus2.harness import Malformed
-from learners.config import LearnerConfig, Precision
+from learners.config import LearnerConfig
 from recipes.sft import StopRule
 
 
@@ -62,9 +62,9 @@ PRESETS = {
         sft_epochs=4,
         sft_batch_size=16,
         stop=StopRule(probability=0.3, every_steps=2, num_demonstrations=54),
-        sft_learner=LearnerConfig(lr=2e-4, warmup_steps=5, precision=Precision.BF16, freeze=("embed_tokens",)),
+        sft_learner=LearnerConfig(lr=2e-4, warmup_steps=5, freeze=("embed_tokens",)),
         sft_ranks=LearnerGroupConfig(resources=Resources(threads=2)),
-        rl_learner=LearnerConfig(lr=2e-5, precision=Precision.BF16, freeze=("embed_tokens",), max_tokens=4096),
+        rl_learner=LearnerConfig(lr=2e-5, freeze=("embed_tokens",), max_tokens=4096),
         num_taught=48,
         rl_steps=8,
         groups_per_step=8,
@@ -73,6 +73,8 @@ PRESETS = {
         episode=EpisodeConfig(
             malformed=Malformed.END, max_turns=6, context_tokens=768, sampling=SamplingParams(max_tokens=96)
         ),
-        pool=InferencePoolConfig(server=ServerConfig(max_num_seqs=64, kv_cache_gb=1.0, threads=2)),
+        pool=InferencePoolConfig(
+            server=ServerConfig(dtype=DType.BFLOAT16, max_num_seqs=64, kv_cache_gb=1.0, threads=2)
+        ),
     ),
 }
