@@ -21,8 +21,8 @@ class KernelPart:
     """Hugging Face name of the tensor."""
     holder: str
     """Layer and attribute within vLLM's model, for messages."""
-    read: Callable[[torch.Tensor], torch.Tensor]
-    """Columns [C] of the layer's input to their weights [rows, C]; for vectors, [] to the vector itself."""
+    read: Callable[[torch.Tensor | None], torch.Tensor]
+    """What the kernel holds: all of it for None, else [rows, C] for columns [C] of the layer's input."""
     rows: slice
     """Rows of the layer that belong to this tensor."""
     shard: Callable[[torch.Tensor], torch.Tensor]
@@ -56,13 +56,15 @@ def compare_kernels(model: torch.nn.Module, manifest: Manifest, *, max_columns: 
 
 def _agrees(part: KernelPart, tensor: torch.Tensor, *, max_columns: int, start: int) -> int:
     """Number of values compared, or 0 when one of them differs."""
-    expected = part.shard(tensor)
-    columns = torch.arange(expected.shape[-1])
-    if part.packed and max_columns < len(columns):
-        columns = (columns[:: len(columns) // max_columns][:max_columns] + start) % len(columns)
+    wanted = part.shard(tensor)
+    columns = None
+    if part.packed:
+        columns = torch.arange(wanted.shape[-1])
+        if max_columns < len(columns):
+            columns = (columns[:: len(columns) // max_columns][:max_columns] + start) % len(columns)
+        wanted = wanted[:, columns]
     held = part.read(columns)[part.rows]
-    wanted = (expected[:, columns] if expected.ndim > 1 else expected).to(held.dtype)
-    return wanted.numel() if torch.equal(held, wanted) else 0
+    return wanted.numel() if torch.equal(held, wanted.to(held.dtype)) else 0
 
 
 def _kernel_parts(model: torch.nn.Module) -> Iterator[KernelPart]:
@@ -149,21 +151,22 @@ def _embedding_parts(model: torch.nn.Module, path: str, layer: Any) -> Iterator[
     yield KernelPart(
         name=f"{name}.weight",
         holder=f"{path}.weight",
-        read=_weight_reader(layer) if is_head else lambda columns: layer.weight[:, columns],
+        read=_weight_reader(layer) if is_head else lambda _: layer.weight,
         rows=slice(0, last - first),
         shard=lambda tensor: tensor[first:last],
         packed=is_head and hasattr(layer, "cpu_linear"),
     )
 
 
-def _weight_reader(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _weight_reader(layer: Any) -> Callable[[torch.Tensor | None], torch.Tensor]:
     if not hasattr(layer, "cpu_linear"):
-        return lambda columns: layer.weight[:, columns]
+        return lambda _: layer.weight
     return lambda columns: _read_packed(layer, columns)
 
 
-def _read_packed(layer: Any, columns: torch.Tensor) -> torch.Tensor:
+def _read_packed(layer: Any, columns: torch.Tensor | None) -> torch.Tensor:
     """Columns [C] of a prepacked weight as [rows, C], read by multiplying one-hot rows [C, K] with it."""
+    assert columns is not None, "a packed part is read by columns"
     width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
     dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     one_hot = torch.zeros(len(columns), width, dtype=dtype)
@@ -175,7 +178,7 @@ def _plain_part(name: str, holder: str, parameter: torch.Tensor) -> KernelPart:
     return KernelPart(
         name=name,
         holder=holder,
-        read=lambda columns: parameter if parameter.ndim < 2 else parameter[..., columns],
+        read=lambda _: parameter,
         rows=slice(None),
         shard=lambda tensor: tensor,
         packed=False,

@@ -85,6 +85,11 @@ def read_stage(manifest: Manifest) -> Iterator[tuple[StagedTensor, "torch.Tensor
                     yield tensor, opened.get_tensor(tensor.name)
 
 
+def corrupt_tensors(manifest: Manifest) -> list[str]:
+    """Names of the tensors whose bytes, as they lie in the stage, do not have the digest that the learner's had."""
+    return [staged.name for staged, tensor in read_stage(manifest) if digest_of(tensor) != staged.digest]
+
+
 def manifest_from_message(message: dict[str, Any]) -> Manifest:
     """The Manifest that `Manifest.as_message` turned into `message`."""
     return Manifest(

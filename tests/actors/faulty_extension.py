@@ -22,9 +22,9 @@ class FaultyExtension(WeightExtension):
         repack = _original_repack if "repack" not in names else (lambda model: None)
         weight_extension.repack_tied_heads = repack
 
-    def _tensors(self, manifest: Manifest, noise: Noise, corrupt: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, manifest: Manifest, noise: Noise) -> Iterator[tuple[str, torch.Tensor]]:
         frozen = getattr(self, "_frozen", {})
-        for name, tensor in super()._tensors(manifest, noise, corrupt):
+        for name, tensor in super()._tensors(manifest, noise):
             yield name, frozen.get(name, tensor)
 
 

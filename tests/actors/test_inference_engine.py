@@ -211,7 +211,7 @@ async def test_a_tied_head_that_keeps_its_packed_copy_is_caught_by_each_of_the_t
 
 
 async def test_the_probe_alone_catches_every_tensor_that_stays_old(served: Served, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
     await served.freeze()
     await served.update()
     await check_probe(served, served.published(), SyncConfig(), is_exact=True)
@@ -234,7 +234,7 @@ async def test_the_canary_passes_and_names_each_group_that_does_not_reach_the_ke
     assert not served.engine.is_ready, "requests stay out until the caller admits them"
     served.engine.admit()
     assert served.engine.is_ready
-    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
     names = [tensor.name for tensor in served.manifest.tensors]
     for group, members in tensor_groups(names).items():
         await served.freeze(*members, at=served.manifest)
@@ -262,7 +262,7 @@ async def test_a_non_finite_logprob_is_a_typed_error(served: Served, monkeypatch
     good = {name: parameter.detach().clone() for name, parameter in served.source.model.named_parameters()}
     with torch.no_grad():
         served.source.model.model.norm.weight.fill_(float("nan"))
-    monkeypatch.setattr(Engine, "_raise_if_wrong", lambda *_: None)
+    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
     await served.update()
     with pytest.raises(NonFiniteLogprobs, match="server-0: log-probability nan"):
         await served.sample(PROMPT, SamplingParams(max_tokens=4), stop_ids=[], key="nan")
