@@ -47,10 +47,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def test_the_tiny_policy_learns(taught: Path, tmp_path: Path) -> None:
+    """The same 24 tasks at every step, so that what rises is the policy and not the luck of the draw."""
     config = rloo.Config(
         run=tmp_path / "rloo",
         tasks="shell:train[400:]",
-        steps=16,
+        limit=24,
+        steps=12,
         groups_per_step=24,
         policy=PolicyConfig(model=str(taught / "model")),
         episode=TINY.episode,
@@ -60,10 +62,10 @@ def test_the_tiny_policy_learns(taught: Path, tmp_path: Path) -> None:
     assert summary["engine"] == ENGINE
     assert summary["sandbox"]["provider"] == "bubblewrap"
     assert (summary["learner"], summary["world_size"]) == ("FSDPPolicyNetwork", 1)
-    assert summary["weight_syncs"] == 17 and summary["weight_syncs_in_flight"] > 0
+    assert summary["weight_syncs"] == 13 and summary["weight_syncs_in_flight"] > 0
     assert summary["max_staleness_seen"] <= 1
     rewards = [row["reward_mean"] for row in rows(config.run)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.08, rewards
     assert (config.run / "model" / "model.safetensors").is_file()
     assert list((config.run / "tb").iterdir())
 
@@ -161,25 +163,25 @@ def test_a_policy_is_evaluated_taught_from_and_exported(taught: Path, tmp_path: 
     scores = asyncio.run(
         evaluate.main(
             evaluate.Config(
-                run=tmp_path / "evaluate", tasks="shell:heldout[:40]", attempts=2, policy=policy, episode=TINY.episode
+                run=tmp_path / "evaluate", tasks="shell:heldout[:24]", attempts=2, policy=policy, episode=TINY.episode
             )
         )
     )
     assert 0 < scores["solved"] < 1
-    assert (scores["num_tasks"], scores["num_attempts"]) == (40, 80)
-    assert sum(scores["outcomes"].values()) == 80
+    assert (scores["num_tasks"], scores["num_attempts"]) == (24, 48)
+    assert sum(scores["outcomes"].values()) == 48
     harvested = asyncio.run(
         harvest.main(
             harvest.Config(
                 run=tmp_path / "teach",
-                tasks="shell:train[400:440]",
+                tasks="shell:train[400:424]",
                 attempts=2,
                 policy=policy,
                 episode=TINY.episode,
             )
         )
     )
-    assert harvested["harvested"] == 80
+    assert harvested["harvested"] == 48
     out = tmp_path / "solved.jsonl"
     counts = asyncio.run(export.main(export.Config(data=(tmp_path / "teach",), out=out)))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -187,16 +189,16 @@ def test_a_policy_is_evaluated_taught_from_and_exported(taught: Path, tmp_path: 
     assert all(line["reward"] == 1 and line["messages"][-1]["role"] == "assistant" for line in lines)
 
 
-def test_the_oracle_solves_what_nobody_solves(tmp_path: Path) -> None:
+def test_the_oracle_solves_what_nobody_solves(cluster: None, tmp_path: Path) -> None:
     solved = {}
     for harness in (HarnessName.ORACLE, HarnessName.NOP):
-        config = evaluate.Config(run=tmp_path / harness, tasks="humaneval[:8]", episode=EpisodeConfig(harness=harness))
+        config = evaluate.Config(run=tmp_path / harness, tasks="humaneval[:5]", episode=EpisodeConfig(harness=harness))
         solved[harness] = asyncio.run(evaluate.main(config))["solved"]
     assert solved == {HarnessName.ORACLE: 1.0, HarnessName.NOP: 0.0}
 
 
 def test_an_interrupted_harvest_ends_cleanly_and_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.harvest", "--run", str(tmp_path / "run"), "--tasks", "shell:train[:600]"]
+    command = [sys.executable, "-m", "recipes.harvest", "--run", str(tmp_path / "run"), "--tasks", "shell:train[:300]"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
@@ -209,12 +211,12 @@ def test_an_interrupted_harvest_ends_cleanly_and_goes_on(tmp_path: Path) -> None
     assert process.returncode == 130, errors
     assert "the same command goes on" in errors and "Traceback" not in errors
     done = len(stored_so_far(tmp_path / "run"))
-    assert 20 <= done < 600
+    assert 20 <= done < 300
     again = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert again.returncode == 0, again.stderr
     assert "resumed_groups" in (tmp_path / "run" / "summary.json").read_text()
     assert sorted(stored_so_far(tmp_path / "run")) == sorted(set(stored_so_far(tmp_path / "run")))
-    assert len(stored_so_far(tmp_path / "run")) == 600
+    assert len(stored_so_far(tmp_path / "run")) == 300
 
 
 def stored_so_far(run: Path) -> list[str]:
