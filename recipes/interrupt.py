@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import Awaitable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.errors import ClusterError
 from envs.errors import EpisodeError
 from trajectories.buffer import EndOfTasks
 from trajectories.store import StoreError
+
+T = TypeVar("T")
 
 EXPECTED = (ValueError, OSError, EpisodeError, StoreError, ClusterError, EndOfTasks)
 """What a user can mend: a wrong value, a full disk, a machine that cannot isolate, a wait that came to its end."""
@@ -46,6 +48,16 @@ def run_until_interrupted(main: Awaitable[Any]) -> int:
         _print_expected(error)
         return INTERRUPTED if interruption.happened else _FAILED
     return INTERRUPTED if interruption.happened else 0
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """The result of `work`, which runs to its end even if the caller is cancelled meanwhile; then that takes effect."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def configure_logging() -> None:

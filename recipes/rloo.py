@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import tyro
 
 from actors.cluster import ClusterConfig, start_cluster
-from actors.inference_pool import start_inference_pool
+from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
 from actors.weight_sync import SyncConfig, WeightSync
 from envs.build import EpisodeConfig
 from envs.task import Task
@@ -31,10 +31,12 @@ from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
+from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
 from trajectories.buffer import GroupBuffer
+from trajectories.handle import GroupHandle
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
 
@@ -93,86 +95,137 @@ async def main(config: Config) -> dict[str, Any]:
     """Trains and returns the summary that it wrote."""
     async with AsyncExitStack() as stack:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb))
-        tasks = resolve_tasks(config.tasks, limit=config.limit)
-        model = resolve_policy(config.policy.model)
-        store = run.directory / "store"
-        await stack.enter_async_context(start_cluster(config.cluster))
-        learner = await stack.enter_async_context(
-            start_learner_group(config.learners, config.learner, model=model, store=store)
-        )
-        servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model))
-        version, consumed = await _restore(run, learner)
-        rollouts = await stack.enter_async_context(
-            start_rollout_pool(
-                config.rollouts,
-                config.episode,
-                store=store,
-                prefix=f"lineage-{version.lineage}",
-                model=model,
-                sampler=servers.sampler(),
-            )
-        )
-        buffer = GroupBuffer(
-            groups_per_step=config.groups_per_step,
-            max_staleness=config.max_staleness,
-            version=version,
-            refill=config.refill,
-        )
-        # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-        sync = dataclasses.replace(
-            config.sync,
-            barrier=config.sync.barrier or config.max_staleness == 0,
-            probe_is_exact=config.learner.precision is Precision.FP32,
-        )
-        weights = WeightSync(
-            source=learner, target=servers, config=sync, on_served=lambda: buffer.advance(servers.oldest_version())
-        )
-        stack.push_async_callback(weights.close)
-        await weights.publish(version)
-        requests = group_requests(tasks, config.seed, version.lineage, skip=consumed)
-        stream = await stack.enter_async_context(
-            rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
-        )
-        loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
-        began = time.monotonic()
+        parts = await _assemble(config, run, stack)
+        progress, began = parts.progress, time.monotonic()
         try:
-            for step in run.steps(config.steps, start=version.n):
+            for _ in run.steps(config.steps, start=progress.version.n):
                 clock = _Clock()
-                groups = await stream.take(version, config.take_deadline_s)
-                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=version)
-                plan = plan_batch(
-                    groups,
-                    advantages=leave_one_out,
-                    num_ranks=config.learners.num_ranks,
-                    max_tokens=config.learner.max_tokens,
-                )
-                metrics |= {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
-                metrics |= clock.lap("train_s")
-                consumed |= {group.group_id for group in groups}
-                version = dataclasses.replace(version, n=step + 1)
-                metrics |= await weights.publish(version) | clock.lap("publish_s")
-                run.log(step + 1, metrics | buffer.metrics())
-                if version.n % config.checkpoint_every == 0:
-                    await _checkpoint(run, learner, version, consumed)
+                groups = await parts.stream.take(progress.version, config.take_deadline_s)
+                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
+                metrics |= await finish(_train(config, parts.learner, groups, progress)) | clock.lap("train_s")
+                metrics |= await parts.weights.publish(progress.version) | clock.lap("publish_s")
+                run.log(progress.version.n, metrics | parts.buffer.metrics())
+                if progress.version.n % config.checkpoint_every == 0:
+                    await _checkpoint(run, parts.learner, progress)
         finally:
-            await _checkpoint(run, learner, version, consumed)
-            await learner.save_pretrained(run.directory / "model")
-        await weights.close()
-        summary = {
-            "rl_steps": version.n,
-            "seconds": time.monotonic() - began,
-            "weight_syncs": weights.num_syncs,
-            "weight_syncs_in_flight": weights.num_syncs_in_flight,
-            "max_staleness_seen": buffer.max_staleness_seen,
-            "logprob_gap_mean": weights.probe_gap_mean,
-            "engine": servers.engine,
-            "learner": learner.sharding,
-            "world_size": learner.world_size,
-            "sandbox": rollouts.sandbox,
-        }
+            await _checkpoint(run, parts.learner, progress)
+            await parts.learner.save_pretrained(run.directory / "model")
+        await parts.weights.close()
+        summary = _summary(parts) | {"seconds": time.monotonic() - began}
         run.summary(summary)
-        print(f"trained {version.n} steps; model in {run.directory / 'model'}")
+        print(f"trained {progress.version.n} steps; model in {run.directory / 'model'}")
         return summary
+
+
+async def _train(
+    config: Config, learner: LearnerGroup, groups: Sequence[GroupHandle], progress: "_Progress"
+) -> dict[str, float]:
+    """One optimizer step on the Groups, which are consumed by it."""
+    plan = plan_batch(
+        groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+    )
+    loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
+    metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
+    progress.consume(groups)
+    return metrics
+
+
+@dataclass
+class _Progress:
+    """Where the run stands; what a checkpoint holds beside the learner's state."""
+
+    version: PolicyVersion
+    consumed: set[str]
+    """Ids of the Groups behind the weights."""
+
+    def consume(self, groups: Sequence[GroupHandle]) -> None:
+        self.consumed |= {group.group_id for group in groups}
+        self.version = dataclasses.replace(self.version, n=self.version.n + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a run is made of."""
+
+    learner: LearnerGroup
+    servers: InferencePool
+    rollouts: RolloutPool
+    buffer: GroupBuffer
+    weights: WeightSync
+    stream: RolloutStream
+    progress: _Progress
+
+
+async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
+    """Starts every part; each ends with the stack. What can be refused is refused before anything starts."""
+    tasks = resolve_tasks(config.tasks, limit=config.limit)
+    model = resolve_policy(config.policy.model)
+    store = run.directory / "store"
+    await stack.enter_async_context(start_cluster(config.cluster))
+    learner = await stack.enter_async_context(
+        start_learner_group(config.learners, config.learner, model=model, store=store)
+    )
+    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model))
+    progress = await _restore(run, learner)
+    lineage = progress.version.lineage
+    rollouts = await stack.enter_async_context(
+        start_rollout_pool(
+            config.rollouts,
+            config.episode,
+            store=store,
+            prefix=f"lineage-{lineage}",
+            model=model,
+            sampler=servers.sampler(),
+        )
+    )
+    buffer = GroupBuffer(
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        version=progress.version,
+        refill=config.refill,
+    )
+    weights = _weight_sync(config, learner, servers, buffer)
+    stack.push_async_callback(weights.close)
+    await weights.publish(progress.version)
+    requests = group_requests(tasks, config.seed, lineage, skip=progress.consumed)
+    stream = await stack.enter_async_context(
+        rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
+    )
+    return _Parts(
+        learner=learner,
+        servers=servers,
+        rollouts=rollouts,
+        buffer=buffer,
+        weights=weights,
+        stream=stream,
+        progress=progress,
+    )
+
+
+def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:
+    # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
+    sync = dataclasses.replace(
+        config.sync,
+        barrier=config.sync.barrier or config.max_staleness == 0,
+        probe_is_exact=config.learner.precision is Precision.FP32,
+    )
+    return WeightSync(
+        source=learner, target=servers, config=sync, on_served=lambda: buffer.advance(servers.oldest_version())
+    )
+
+
+def _summary(parts: _Parts) -> dict[str, Any]:
+    return {
+        "rl_steps": parts.progress.version.n,
+        "weight_syncs": parts.weights.num_syncs,
+        "weight_syncs_in_flight": parts.weights.num_syncs_in_flight,
+        "max_staleness_seen": parts.buffer.max_staleness_seen,
+        "logprob_gap_mean": parts.weights.probe_gap_mean,
+        "engine": parts.servers.engine,
+        "learner": parts.learner.sharding,
+        "world_size": parts.learner.world_size,
+        "sandbox": parts.rollouts.sandbox,
+    }
 
 
 def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
@@ -184,21 +237,23 @@ def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str
                 yield GroupRequest(task=task, group_id=f"{task.id}@{epoch}.{lineage}")
 
 
-async def _checkpoint(run: Run, learner: LearnerGroup, version: PolicyVersion, consumed: set[str]) -> None:
-    """Writes a checkpoint and points the run at it."""
+async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
+    """Writes a checkpoint and points the run at it; one that is there already is kept."""
+    version = progress.version
     name = f"{version.lineage}-{version.n:06d}"
-    await learner.save(run.directory / "checkpoints" / name)
-    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(consumed)}
-    run.save_state(state)
+    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(progress.consumed)}
+    if run.load_state() != state:
+        await learner.save(run.directory / "checkpoints" / name)
+        run.save_state(state)
 
 
-async def _restore(run: Run, learner: LearnerGroup) -> tuple[PolicyVersion, set[str]]:
-    """Where the run stands: (version, consumed Groups); a restore starts a new lineage."""
+async def _restore(run: Run, learner: LearnerGroup) -> _Progress:
+    """Where the run stands; a restore starts a new lineage."""
     state = run.load_state()
     if state is None:
-        return PolicyVersion(lineage=0, n=0), set()
+        return _Progress(PolicyVersion(lineage=0, n=0), set())
     await learner.load(run.directory / "checkpoints" / state["checkpoint"])
-    return PolicyVersion(lineage=state["lineage"] + 1, n=state["n"]), set(state["consumed"])
+    return _Progress(PolicyVersion(lineage=state["lineage"] + 1, n=state["n"]), set(state["consumed"]))
 
 
 class _Clock:

@@ -17,7 +17,7 @@ HEADER = """
 import asyncio, signal, sys, time
 from pathlib import Path
 from envs.errors import SandboxRefused
-from recipes.interrupt import run_until_interrupted
+from recipes.interrupt import finish, run_until_interrupted
 from recipes.run import Run
 directory = Path(sys.argv[1])
 """
@@ -155,3 +155,18 @@ sys.exit(run_until_interrupted(main()))
     assert re.search(r"harvesting .*\d+/20 .*/s .*solved 0.5", text)
     assert "INFO recipes: a log line\r\n" in text, "log lines pass above the bar, whole"
     assert "harvesting 20/20 (100%)" in text
+
+
+async def test_finish_lets_work_end_before_a_cancellation_takes_effect() -> None:
+    done = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.append("work")
+
+    caller = asyncio.create_task(finish(work()))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == ["work"]
