@@ -91,14 +91,11 @@ class InferencePool:
             saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
         ) is DType.FLOAT32
         """True where servers compute in float32, so that a probe must match the learner's."""
+        self.engine = ", ".join(sorted({server.health.engine for server in servers if server.health is not None}))
+        """Class of the engine that serves, as the servers reported it."""
         self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
         self.num_restarts = 0
         """Servers that died and are back."""
-
-    @property
-    def engine(self) -> str:
-        """Class of the engine that serves, as the servers report it."""
-        return next(server.health.engine for server in self.servers if server.health is not None)
 
     def sampler(self) -> PoolSampler:
         """A Sampler over these servers; picklable, and each process that gets one connects on its own."""

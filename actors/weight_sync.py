@@ -36,6 +36,7 @@ __all__ = ["SyncConfig", "SyncTarget", "WeightSource", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "thresher-weights-"
 NEVER = PolicyVersion(lineage=0, n=0)
 """Sorts with the first version, before every later one."""
 
@@ -93,6 +94,8 @@ class WeightSync:
         self._stop_following = False
         self._served: dict[str, PolicyVersion] = {}
         """The version that each proven server took last."""
+        self._locks: dict[str, asyncio.Lock] = {}
+        """One per server: a roll and a restarted server's canary never meet."""
         self._first_gap: float | None = None
         self._gaps: list[float] = []
         self.num_syncs = 0
@@ -165,6 +168,10 @@ class WeightSync:
 
     async def _update(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         """Load and probe; before the server's first use the canary too, and requests are kept out until it passed."""
+        async with self._locks.setdefault(server.name, asyncio.Lock()):
+            return await self._update_alone(server, published)
+
+    async def _update_alone(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         config = self._config
         is_known = server.name in self._served or not config.canary
         report = await load_published(server, published, config, admits=is_known)
@@ -228,8 +235,19 @@ def _metrics(reports: dict[str, LoadReport], gaps: list[float]) -> dict[str, flo
 
 def _make_directory(parent: Path | None) -> Path:
     """A directory for this run's stages, removed when the process ends."""
-    parent = parent or Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    if parent is None:
+        parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        _sweep(parent)
     parent.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="thresher-weights-", dir=parent))
+    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what killed runs of this machine left in its memory."""
+    for path in parent.glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            logger.info("removing stages of a run that died: %s", path)
+            shutil.rmtree(path, ignore_errors=True)

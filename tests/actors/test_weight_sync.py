@@ -1,7 +1,9 @@
+import os
 from pathlib import Path
 
 import pytest
 
+from actors import weight_sync
 from actors.errors import ActorDied
 from actors.inference_errors import VersionProofError, WeightSyncError, WeightSyncTimeout
 from actors.sync_config import SyncConfig
@@ -140,3 +142,27 @@ async def test_close_removes_the_stages(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     await sync.close()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_stages_that_killed_runs_left_in_memory_are_removed_and_those_of_the_living_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sync, "Path", lambda path: tmp_path if path == "/dev/shm" else Path(path))
+    dead, alive = tmp_path / f"thresher-weights-{2**22 + 1}-x", tmp_path / f"thresher-weights-{os.getpid()}-x"
+    dead.mkdir()
+    alive.mkdir()
+    WeightSync(source=FakeSource(), target=FakeTarget(FakeServer("a")))
+    assert not dead.exists() and alive.exists()
+
+
+async def test_a_restarted_servers_canary_and_a_roll_take_turns(tmp_path):
+    server, source = FakeServer("a", delay_s=0.01), FakeSource()
+    target = FakeTarget(server, FakeServer("b"))
+    sync = sync_of(target, tmp_path, source, barrier=False)
+    await sync.publish(V0)
+    assert target.heal is not None
+    source.step()
+    await sync.publish(V1)
+    await target.heal(server)
+    source.step()
+    await sync.publish(V2)
+    await sync.close()
+    assert server.is_open and server.quarantined == ""

@@ -1,5 +1,6 @@
 """Signals and errors of a real process that runs a recipe's coroutine."""
 
+import asyncio
 import os
 import pty
 import re
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from recipes.interrupt import finish
+
 ROOT = Path(__file__).parents[2]
 
 HEADER = """
 import asyncio, signal, sys, time
 from pathlib import Path
 from envs.errors import SandboxRefused
-from recipes.interrupt import finish, run_until_interrupted
+from recipes.interrupt import run_until_interrupted
 from recipes.run import Run
 directory = Path(sys.argv[1])
 """
