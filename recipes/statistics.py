@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,8 @@ def solved_rate(rewards_by_task: Mapping[str, Sequence[float | None]]) -> Solved
 
     {"a": [1.0, 0.0], "b": [None, 1.0]} -> solved 0.75 over 2 Tasks and 3 valid attempts.
     """
+    from scipy import stats  # here, because importing it takes over a second and every --help would pay
+
     valid = {task: [r >= 1 for r in rewards if r is not None] for task, rewards in rewards_by_task.items()}
     means = np.array([np.mean(solved) for solved in valid.values() if solved])
     num_valid = sum(len(solved) for solved in valid.values())
@@ -59,6 +60,8 @@ def paired_gain(
     before: Mapping[str, Sequence[float | None]], after: Mapping[str, Sequence[float | None]]
 ) -> tuple[float, tuple[float, float]]:
     """(mean of after - before, its 95% interval) over Tasks that are valid in both, paired by Task (Student's t)."""
+    from scipy import stats
+
     pairs = [
         (np.mean([r >= 1 for r in first]), np.mean([r >= 1 for r in second]))
         for task in before.keys() & after.keys()
