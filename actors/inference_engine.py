@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -88,7 +89,7 @@ class Engine:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ServerStartError(f"{name} did not come up: {' '.join(str(error).split())[:600]}") from error
         engine = cls(llm, config, name)
-        await llm.collective_rpc("die_with_parent")
+        await llm.collective_rpc("end_with", args=(os.getpid(),))
         if version is not None:
             await engine._set_version(version)
         return engine

@@ -4,8 +4,10 @@ Invariant: `load_stage` leaves no tensor of the old version in any kernel, tied 
 Mixed into vLLM's worker class (`worker_extension_cls`) and called through collective_rpc by actors/inference_server.py.
 """
 
-import ctypes
+import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,9 +25,14 @@ class WeightExtension:
     model_runner: Any
     rank: int
 
-    def die_with_parent(self) -> bool:
-        """Asks the kernel to kill this process when its parent dies, so that no engine outlives its server."""
-        return ctypes.CDLL(None).prctl(1, signal.SIGKILL) == 0
+    def end_with(self, server_pid: int) -> None:
+        """Kills this worker and the engine process above it when the server's process ends, however it ends.
+
+        vLLM's engine process outlives a parent that was killed, and would keep its memory and cores.
+        """
+        server = os.pidfd_open(server_pid)
+        doomed = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid()) if pid != server_pid]
+        threading.Thread(target=_kill_after, args=(server, doomed), daemon=True).start()
 
     def load_stage(self, message: dict[str, Any], noise: dict[str, Any] | None) -> dict[str, Any]:
         """Replaces all weights by those of a stage, whose digests the caller has checked; returns seconds.
@@ -49,6 +56,13 @@ class WeightExtension:
     def _tensors(self, manifest: Manifest, noise: Noise) -> Iterator[tuple[str, torch.Tensor]]:
         for staged, tensor in read_stage(manifest):
             yield staged.name, disturb(tensor, staged.name, noise) if staged.name in noise.names else tensor
+
+
+def _kill_after(server: int, doomed: list[int]) -> None:
+    """Waits for the process behind a pid descriptor to end, then kills others."""
+    select.select([server], [], [])
+    for process in doomed:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
