@@ -17,7 +17,7 @@ demo: setup ## harvest, SFT, asynchronous RLOO and evaluation with the tiny poli
 test: lint unit marked ## everything CI runs: lint, then the quick tests, then those that start real services
 
 unit: setup ## the quick tests alone (under a minute)
-	$(PY) -m pytest -q -m "not ($(MARKED) or gpu)" $(ARGS)
+	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
 	$(PY) -m pytest -q -m "($(MARKED)) and not gpu" $(ARGS)
