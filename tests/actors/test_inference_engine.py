@@ -235,11 +235,12 @@ async def test_the_canary_passes_and_names_each_group_that_does_not_reach_the_ke
     served.engine.admit()
     assert served.engine.is_ready
     monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
-    names = [tensor.name for tensor in served.manifest.tensors]
-    for group, members in tensor_groups(names).items():
-        await served.freeze(*members, at=served.manifest)
-        with pytest.raises(VersionProofError, match=f"new values of .*{group.replace('*', '.')}.* do not reach"):
+    groups = tensor_groups(tensor.name for tensor in served.manifest.tensors)
+    for frozen in (list(groups), ["model.layers.*.self_attn.q_norm.weight"], ["model.norm.weight"]):
+        await served.freeze(*(name for group in frozen for name in groups[group]), at=served.manifest)
+        with pytest.raises(VersionProofError) as raised:
             await check_canary(served, served.published(), SyncConfig())
+        assert [group for group in groups if group in str(raised.value)] == frozen
     await served.freeze("repack")
     with pytest.raises(VersionProofError, match=r"new values of .*lm_head \(tied\)"):
         await check_canary(served, served.published(), SyncConfig())
