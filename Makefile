@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 MARKED := ray or vllm or sandbox or slow
 
-.PHONY: help setup demo test unit marked lint format lock clean
+.PHONY: help setup demo test unit marked exhaustive lint format lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -17,10 +17,13 @@ demo: setup ## harvest, SFT, asynchronous RLOO and evaluation with the tiny poli
 test: lint unit marked ## everything CI runs: lint, then the quick tests, then those that start real services
 
 unit: setup ## the quick tests alone (under a minute)
-	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or gpu)" $(ARGS)
+	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or exhaustive or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
-	$(PY) -m pytest -q -m "($(MARKED)) and not gpu" $(ARGS)
+	$(PY) -m pytest -q -m "($(MARKED)) and not (exhaustive or gpu)" $(ARGS)
+
+exhaustive: setup ## tests of further combinations that take minutes each
+	$(PY) -m pytest -q -m exhaustive $(ARGS)
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

@@ -65,7 +65,7 @@ class EpisodeConfig:
     """What a reply that cannot be parsed leads to."""
     max_turns: int = 6
     """Replies of one rollout."""
-    context_tokens: int = 512
+    context_tokens: int = 2048
     """Prompt and reply together, in tokens; the rollout ends with context_limit when the next prompt does not fit."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent_timeout_s: float | None = None

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_shards_are_proven_and_no_worker_outlives_a_killed_server(tmp_path: Path, is_tied: bool):
