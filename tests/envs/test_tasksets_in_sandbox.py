@@ -80,8 +80,9 @@ async def test_neither_solution_nor_tests_are_in_the_sandbox_of_an_agent(
     found: dict[str, list[str]] = {}
 
     async def search(task: Task, sandbox: Sandbox, conversation: Conversation) -> None:
-        """Every file with the marker in it, and every file or directory with a telling name, but in /usr."""
-        places = r"find / \( -path /proc -o -path /sys -o -path /usr -o -path /dev \) -prune -o"
+        """Every file with the marker in it, and every file or directory with a telling name, but in the host's /usr."""
+        shared = " -o ".join(f"-path {p}" for p in ("/proc", "/sys", "/dev", "/usr", "'/lib*'", "/bin", "/sbin"))
+        places = rf"find / \( {shared} \) -prune -o"
         for name, command in {
             "by content": rf"{places} -type f -exec grep -l marker-[z]q7x {{}} + 2>/dev/null",
             "by name": rf"{places} -regex '.*/\(solve\.sh\|test\.sh\|given\.txt\|tests\|solution\)' -print",
