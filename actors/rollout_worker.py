@@ -40,8 +40,9 @@ class RolloutWorker:
         return summarize(group, self._writer.append(group))
 
     async def close(self) -> None:
-        """Flushes the segment to disk."""
+        """Flushes the segment to disk and frees what the sandbox provider keeps."""
         self._writer.close()
+        await self._episode.provider.close()
 
 
 RolloutWorkerActor = ray.remote(RolloutWorker)

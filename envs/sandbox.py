@@ -72,6 +72,10 @@ class SandboxProvider(Protocol):
         """What a run's record says of the isolation. Raises SandboxRefused where this machine cannot give it."""
         ...
 
+    async def close(self) -> None:
+        """Frees what is kept for later Sandboxes; none may be running."""
+        ...
+
     def start(self, task: Task, *, owner: str) -> AbstractAsyncContextManager[Sandbox]:
         """A started Sandbox for the Task, stopped on exit whatever happened. `owner` labels it (trajectory id)."""
         ...

@@ -163,6 +163,9 @@ class DirectoryProvider:
     async def provenance(self) -> dict[str, str]:
         return {"provider": self.name, "isolation": "none: for tests"}
 
+    async def close(self) -> None:
+        """Nothing is kept."""
+
     @asynccontextmanager
     async def start(self, task: Task, *, owner: str) -> AsyncIterator[DirectorySandbox]:
         sandbox = self.sandboxes[owner] = DirectorySandbox(self._root / owner)
