@@ -7,12 +7,14 @@ SamplerError (envs.errors)      a rollout's request got no Completion        -> 
 +-- ServerGone                  the server died or dropped the connection; the request may run elsewhere
 +-- ServerNotReady              the server holds no proven weights yet; the request may run elsewhere
 +-- NonFiniteLogprobs           the engine sampled a token with a NaN or infinite log-probability
-ServerStartError                a server did not come up
-WeightSyncError                 a weight update did not reach a server
-+-- WeightSyncTimeout           a phase outlived its deadline
-+-- VersionProofError           the server does not serve the weights that its version names
+ClusterError (actors.errors)
++-- ServerStartError            a server did not come up
++-- WeightSyncError             a weight update did not reach a server
+    +-- WeightSyncTimeout       a phase outlived its deadline
+    +-- VersionProofError       the server does not serve the weights that its version names
 """
 
+from actors.errors import ClusterError
 from envs.errors import SamplerError
 
 
@@ -28,11 +30,11 @@ class NonFiniteLogprobs(SamplerError):
     """The engine returned a NaN or infinite log-probability for a sampled token."""
 
 
-class ServerStartError(RuntimeError):
+class ServerStartError(ClusterError):
     """An inference server did not come up; the message names it and the cause."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(ClusterError):
     """A weight update failed; the message names the phase and the server."""
 
 

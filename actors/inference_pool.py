@@ -17,7 +17,7 @@ from actors.calls import call
 from actors.errors import ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
 from actors.inference_engine import LoadReport
-from actors.inference_errors import ServerNotReady, ServerStartError, WeightSyncError
+from actors.inference_errors import ServerNotReady, ServerStartError
 from actors.inference_sampler import ActorLocator, PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
 from actors.weight_noise import Noise
@@ -103,10 +103,9 @@ class InferencePool:
             self._config, {server.name: ActorLocator(server.name, server.actor) for server in self.servers}
         )
 
-    def oldest_version(self) -> PolicyVersion:
-        """The oldest version that a server still samples with; servers that sample nothing do not count."""
-        versions = [server.version for server in self.servers if server.version is not None]
-        return min(versions, default=FIRST_VERSION)
+    def oldest_version(self) -> PolicyVersion | None:
+        """The oldest version that a server still samples with; None while none samples."""
+        return min((server.version for server in self.servers if server.version is not None), default=None)
 
     def heal_with(self, heal: Callable[[ServerHandle], Awaitable[None]]) -> None:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""
@@ -151,7 +150,7 @@ class InferencePool:
             await server.start(None if self._heal else FIRST_VERSION, self._config.start_timeout_s)
             if self._heal is not None:
                 await self._heal(server)
-        except (ClusterError, WeightSyncError) as error:
+        except (ClusterError, ServerNotReady) as error:
             logger.warning("server=%s is not back yet: %s", server.name, _last_line(error))
             server.health = None
         if server.health is None:
@@ -162,8 +161,10 @@ class InferencePool:
 
 
 @asynccontextmanager
-async def start_inference_pool(config: InferencePoolConfig, *, model: Path) -> AsyncIterator[InferencePool]:
-    """A pool that serves the weights in directory `model`, as version (0, 0) until others are published.
+async def start_inference_pool(
+    config: InferencePoolConfig, *, model: Path, version: PolicyVersion | None = FIRST_VERSION
+) -> AsyncIterator[InferencePool]:
+    """A pool that serves the weights in directory `model` as `version`; with None it samples nothing before a publish.
 
     Raises ValueError for a path without a model and ServerStartError for a server that did not come up in time.
     """
@@ -173,7 +174,7 @@ async def start_inference_pool(config: InferencePoolConfig, *, model: Path) -> A
         for name in (f"server-{index}" for index in range(config.num_servers))
     ]
     try:
-        await asyncio.gather(*(_start(server, config.start_timeout_s) for server in servers))
+        await asyncio.gather(*(_start(server, version, config.start_timeout_s) for server in servers))
         pool = InferencePool(config, servers, model)
         async with _in_background(pool.watch()):
             yield pool
@@ -204,9 +205,9 @@ def _actor(config: InferencePoolConfig) -> Any:
     )
 
 
-async def _start(server: ServerHandle, deadline_s: float) -> None:
+async def _start(server: ServerHandle, version: PolicyVersion | None, deadline_s: float) -> None:
     try:
-        await server.start(FIRST_VERSION, deadline_s)
+        await server.start(version, deadline_s)
     except ClusterError as error:
         raise ServerStartError(f"{server.name} did not come up: {_last_line(error)}") from error
 

@@ -2,7 +2,7 @@
 
 Invariant: a request gets exactly one answer, or its connection ends and it fails as ServerGone; a connection that ends
 cancels what it asked for. A plain socket because a Ray call costs about 1.2 ms of CPU and a frame here a tenth of it.
-Used by actors/inference_server.py (`serve`) and actors/inference_pool.py (`Channel`); imports neither Ray nor vLLM.
+Used by actors/inference_server.py (`serve`) and actors/inference_sampler.py (`Channel`); imports neither Ray nor vLLM.
 """
 
 import asyncio

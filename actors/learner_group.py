@@ -5,7 +5,6 @@ Called by recipes; learners/learner.py holds the numbers.
 """
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,8 +20,6 @@ from actors.weight_stage import Manifest, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
 from trajectories.schema import PolicyVersion
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

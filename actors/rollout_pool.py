@@ -15,6 +15,7 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.errors import ClusterError
 from actors.rollout_worker import RolloutWorkerActor
 from envs.build import EpisodeConfig
 from envs.sampler import Sampler
@@ -109,7 +110,7 @@ class RolloutPool:
         requests: Iterable[GroupRequest],
         size: int,
         buffer: GroupBuffer,
-        oldest_served: Callable[[], PolicyVersion],
+        oldest_served: Callable[[], PolicyVersion | None],
     ) -> AsyncIterator["RolloutStream"]:
         """A stream of Groups that feeds a learner, paced by the buffer's admission, for the length of the block."""
         stream = RolloutStream(self, requests, size, buffer, oldest_served)
@@ -120,9 +121,12 @@ class RolloutPool:
             await _cancel({issuing})
 
     async def close(self) -> None:
-        """Flushes every worker's segment."""
+        """Flushes every worker's segment; one that cannot be reached is logged, and its segment holds what it wrote."""
         for index, worker in enumerate(self._workers):
-            await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+            try:
+                await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+            except ClusterError as error:
+                logger.warning("%s", error)
 
 
 class RolloutStream:
@@ -134,7 +138,7 @@ class RolloutStream:
         requests: Iterable[GroupRequest],
         size: int,
         buffer: GroupBuffer,
-        oldest_served: Callable[[], PolicyVersion],
+        oldest_served: Callable[[], PolicyVersion | None],
     ) -> None:
         self._pool = pool
         self._requests = requests
@@ -149,7 +153,8 @@ class RolloutStream:
         try:
             for request in self._requests:
                 await self._buffer.admit(request.group_id)
-                self._buffer.start(request.group_id, self._oldest_served())
+                # Without a server that samples, whatever comes will be at the buffer's version or later.
+                self._buffer.start(request.group_id, self._oldest_served() or self._buffer.version)
                 running.add(task := asyncio.create_task(self._play(request)))
                 task.add_done_callback(running.discard)
             while running:
@@ -208,8 +213,10 @@ async def start_rollout_pool(
             for index, worker in enumerate(workers)
         ]
         pool = RolloutPool(config, workers, sandbox=provenances[0], group_deadline_s=episode.group_deadline_s)
-        yield pool
-        await pool.close()
+        try:
+            yield pool
+        finally:
+            await pool.close()
     finally:
         for worker in workers:
             ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is

@@ -3,7 +3,6 @@
 Invariant: a Group is on disk before its handle is returned. Called by actors/rollout_pool.py alone.
 """
 
-import logging
 from pathlib import Path
 
 import ray
@@ -14,8 +13,6 @@ from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.handle import GroupHandle, summarize
 from trajectories.store import StoreWriter
-
-logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:

@@ -80,8 +80,10 @@ class EpisodeConfig:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.context_tokens < 2:
             raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
-        if self.group_deadline_s <= 0:
-            raise ValueError(f"group_deadline_s must be > 0, got {self.group_deadline_s}")
+        for name in ("agent_timeout_s", "max_verifier_timeout_s", "group_deadline_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
 
 
 def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:

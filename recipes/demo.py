@@ -14,7 +14,6 @@ Everything that is chosen by a threshold is chosen on tasks of the training spli
 """
 
 import dataclasses
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from recipes.presets import PRESETS, Preset
 from recipes.run import Run
 from recipes.statistics import paired_gain
 from trajectories.export import ConversationFormat
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ nothing. Every attempt ends in a typed Outcome; excluded ones are in no sum.
 """
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,8 +27,6 @@ from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
 from trajectories.schema import DEFAULT_TREATMENTS
 from trajectories.validity import member_rewards
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

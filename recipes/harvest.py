@@ -4,10 +4,9 @@ The teacher is the oracle (it plays the reference solutions) or any policy that 
 stopped goes on where it was: a Group that is already in the store is not played again.
 
     python -m recipes.harvest --tasks shell:train --limit 1000 --harness oracle
-    python -m recipes.harvest --tasks shell:train --policy runs/rloo/model --attempts 4
+    python -m recipes.harvest --tasks shell:train --harness terminus-2 --policy runs/rloo/model --attempts 4
 """
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from recipes.policies import PolicyConfig
 from recipes.run import Run
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,12 +51,17 @@ def run_until_interrupted(main: Awaitable[Any]) -> int:
 
 
 async def finish(work: Awaitable[T]) -> T:
-    """The result of `work`, which runs to its end even if the caller is cancelled meanwhile; then that takes effect."""
+    """The result of `work`, which runs to its end even if the caller is cancelled meanwhile; then that takes effect.
+
+    An error of `work` goes before the cancellation.
+    """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error from None
         raise
 
 

@@ -7,9 +7,9 @@ at v - max_staleness or later; weights move into the servers while they generate
     python -m recipes.rloo --policy runs/sft/model --learner.num-ranks 2 --policy.num-servers 2
 """
 
+import asyncio
 import dataclasses
 import itertools
-import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from actors.cluster import ClusterConfig, start_cluster
+from actors.cluster import ClusterConfig, Resources, require, start_cluster
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
@@ -40,7 +40,8 @@ from trajectories.handle import GroupHandle
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
 
-logger = logging.getLogger(__name__)
+MAY_DIFFER = ("steps", "wandb", "cluster")
+"""What may change when a run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Config:
 async def main(config: Config) -> dict[str, Any]:
     """Trains and returns the summary that it wrote."""
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb))
+        run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb, may_differ=MAY_DIFFER))
         parts = await _assemble(config, run, stack)
         progress, began = parts.progress, time.monotonic()
         try:
@@ -107,9 +108,10 @@ async def main(config: Config) -> dict[str, Any]:
                 run.log(progress.version.n, metrics | parts.buffer.metrics())
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
-        finally:
-            await _checkpoint(run, parts.learner, progress)
-            await parts.learner.save_pretrained(run.directory / "model")
+        except asyncio.CancelledError:
+            await _save(run, parts.learner, progress)
+            raise
+        await _save(run, parts.learner, progress)
         await parts.weights.close()
         summary = _summary(parts) | {"seconds": time.monotonic() - began}
         run.summary(summary)
@@ -162,10 +164,21 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
     model = resolve_policy(config.policy.model)
     store = run.directory / "store"
     await stack.enter_async_context(start_cluster(config.cluster))
+    server = config.policy.pool.server
+    require(
+        {
+            "learner ranks": (config.learners.num_ranks, config.learners.resources),
+            "inference servers": (
+                config.policy.pool.num_servers,
+                Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus),
+            ),
+            "rollout workers": (config.rollouts.num_workers, config.rollouts.resources),
+        }
+    )
     learner = await stack.enter_async_context(
         start_learner_group(config.learners, config.learner, model=model, store=store)
     )
-    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model))
+    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
     progress = await _restore(run, learner)
     lineage = progress.version.lineage
     rollouts = await stack.enter_async_context(
@@ -209,9 +222,12 @@ def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, 
         barrier=config.sync.barrier or config.max_staleness == 0,
         probe_is_exact=config.learner.precision is Precision.FP32,
     )
-    return WeightSync(
-        source=learner, target=servers, config=sync, on_served=lambda: buffer.advance(servers.oldest_version())
-    )
+
+    def advance() -> None:
+        if (oldest := servers.oldest_version()) is not None:
+            buffer.advance(oldest)
+
+    return WeightSync(source=learner, target=servers, config=sync, on_served=advance)
 
 
 def _summary(parts: _Parts) -> dict[str, Any]:
@@ -237,6 +253,11 @@ def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str
                 yield GroupRequest(task=task, group_id=f"{task.id}@{epoch}.{lineage}")
 
 
+async def _save(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
+    await _checkpoint(run, learner, progress)
+    await learner.save_pretrained(run.directory / "model")
+
+
 async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
     """Writes a checkpoint and points the run at it; one that is there already is kept."""
     version = progress.version
@@ -248,12 +269,16 @@ async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> N
 
 
 async def _restore(run: Run, learner: LearnerGroup) -> _Progress:
-    """Where the run stands; a restore starts a new lineage."""
+    """Where the run stands. Every start but the first begins a new lineage, recorded before anything is sampled."""
     state = run.load_state()
     if state is None:
-        return _Progress(PolicyVersion(lineage=0, n=0), set())
-    await learner.load(run.directory / "checkpoints" / state["checkpoint"])
-    return _Progress(PolicyVersion(lineage=state["lineage"] + 1, n=state["n"]), set(state["consumed"]))
+        state = {"checkpoint": None, "lineage": 0, "n": 0, "consumed": []}
+    else:
+        state["lineage"] += 1
+    if state["checkpoint"] is not None:
+        await learner.load(run.directory / "checkpoints" / state["checkpoint"])
+    run.save_state(state)
+    return _Progress(PolicyVersion(lineage=state["lineage"], n=state["n"]), set(state["consumed"]))
 
 
 class _Clock:

@@ -7,9 +7,9 @@ at a given skill: it reads the probability of held-back demonstrations, never a 
 """
 
 import itertools
-import logging
 import math
 import random
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,6 @@ from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
 from trajectories.samples import conversation_sample
 from trajectories.store import StoreWriter, scan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +95,7 @@ async def main(config: Config) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb))
         model = resolve_policy(config.policy.model)
+        shutil.rmtree(run.directory / "samples", ignore_errors=True)  # of an earlier start, which this one repeats
         samples = render_demonstrations(config, model, run.directory / "samples")
         num_held_back = 0 if config.stop.probability is None else config.stop.num_demonstrations
         held_back, training = samples[:num_held_back], samples[num_held_back:]
