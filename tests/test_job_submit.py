@@ -162,4 +162,4 @@ def test_a_harvest_runs_as_a_submitted_job(head: Head, checkout: Path, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["harvested"] == 4
-    assert summary["sandbox"] == "bubblewrap"
+    assert summary["sandbox"]["provider"] == "bubblewrap"
