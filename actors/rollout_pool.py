@@ -69,8 +69,7 @@ class RolloutPool:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
         num_slots = min(size, self._config.max_rollouts)
         async with self._queue:  # one Group gathers slots at a time, or two could each hold half of what they need
-            for _ in range(num_slots):
-                await self._slots.acquire()
+            await self._gather(num_slots)
         index = min(range(len(self._workers)), key=self._running.__getitem__)
         self._running[index] += size
         try:
@@ -86,6 +85,18 @@ class RolloutPool:
             self._running[index] -= size
             for _ in range(num_slots):
                 self._slots.release()
+
+    async def _gather(self, num_slots: int) -> None:
+        """Takes so many slots, or none when cancelled."""
+        held = 0
+        try:
+            while held < num_slots:
+                await self._slots.acquire()
+                held += 1
+        except asyncio.CancelledError:
+            for _ in range(held):
+                self._slots.release()
+            raise
 
     async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
         """Handles of all Groups, each as it finishes; at most one more in flight than there are slots for."""

@@ -93,6 +93,19 @@ async def test_a_group_larger_than_the_pool_still_plays() -> None:
         assert len([handle async for handle in pool.play_all(requests(3), size=8)]) == 3
 
 
+async def test_a_group_cancelled_while_it_waits_gives_its_slots_back() -> None:
+    pool = make_pool([FakeWorker(delay_s=0.2)], max_rollouts=5)
+    first, second, third = requests(3)
+    playing = asyncio.create_task(pool.play(first, 3))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(pool.play(second, 4))  # holds 2 of its 4 slots
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.wait({waiting, playing})
+    async with asyncio.timeout(2):
+        await pool.play(third, 5)
+
+
 async def test_a_stream_feeds_each_step_and_ends_with_its_tasks() -> None:
     pool = make_pool([FakeWorker()], max_rollouts=64)
     buffer = GroupBuffer(groups_per_step=2, max_staleness=1, version=V0)
