@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 export UV_CUSTOM_COMPILE_COMMAND="make lock"
 compile=(bash scripts/uv.sh pip compile pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28
-  --no-emit-index-url --no-annotate --extra dev --extra daytona)
+  --no-emit-index-url --no-annotate --extra dev --extra daytona --extra lora --extra peers)
 
 echo "lock: requirements/cpu.lock"
 "${compile[@]}" --extra cpu --extra weights --override requirements/overrides.txt -o requirements/cpu.lock >/dev/null
