@@ -48,11 +48,12 @@ def read_packages(path: Path) -> Iterator[PackedTask]:
         )
         for index, (name, data) in enumerate(rows):
             task_id = _task_id(name)
-            if task_id is None or data is None:
+            if task_id is None:
                 raise TaskError(
-                    f"{path}: row {index}: path {name!r} with {'no' if data is None else 'its'} task_binary; "
-                    "a relative path without '..' and an archive are needed"
+                    f"{path}: row {index}: path {name!r} must be relative, without '..', and no hidden name"
                 )
+            if data is None:
+                raise TaskError(f"{path}: row {index} ({task_id}): task_binary is null; pack the task there")
             if task_id in seen:
                 raise TaskError(f"{path}: row {index}: a second task {task_id!r}; ids are the last part of path")
             seen.add(task_id)

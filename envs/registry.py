@@ -85,9 +85,7 @@ def _registry_task(base: Path, task: Table) -> Path:
 def _dataset_task(base: Path, task: Table) -> Path:
     name, digest = task.required_text("name"), task.required_text("digest")
     if name.count("/") != 1 or ".." in name or not _DIGEST.fullmatch(digest):
-        raise Fault(
-            f'{task.path} must have name "org/name" and digest "sha256:<64 hex digits>", got {name!r}, {digest!r}'
-        )
+        raise Fault(f'{task.path}: want name "org/name" and digest "sha256:<64 hex digits>", got {name!r}, {digest!r}')
     nested, beside = base / name, base / name.split("/")[1]
     path = nested if nested.is_dir() else _existing(beside, name)
     found = content_digest(path)

@@ -217,7 +217,9 @@ def test_the_agents_limit_is_the_override_or_the_tasks_under_the_cap(task: Task,
 
 def test_the_verifiers_limit_is_multiplied_under_harbors_rule_only(task: Task, provider: DirectoryProvider) -> None:
     assert make_episode(provider, timeout_multiplier=2.0).verifier_limit_s(task) == 240.0
-    assert make_episode(provider, timeout_multiplier=2.0, timeout_rule=TimeoutRule.PAPER).verifier_limit_s(task) == 120.0
+    assert (
+        make_episode(provider, timeout_multiplier=2.0, timeout_rule=TimeoutRule.PAPER).verifier_limit_s(task) == 120.0
+    )
 
 
 async def test_a_task_that_no_episode_plays_is_refused_before_its_sandbox_starts(
