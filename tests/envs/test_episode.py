@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,7 +202,7 @@ async def test_a_sandbox_that_does_not_stop_leaves_the_result_as_it_is(task: Tas
 
 
 def test_the_agents_limit_is_the_override_or_the_tasks_under_the_cap(task: Task, provider: DirectoryProvider) -> None:
-    def limit_s(of_task: float | None, **options: float) -> float:
+    def limit_s(of_task: float | None, **options: Any) -> float:
         limited = replace(task, limits=Limits(agent_timeout_s=of_task))
         return make_episode(provider, **options).agent_limit_s(limited)
 

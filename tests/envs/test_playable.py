@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_plain_task_is_played(task: Task) -> None:
         ({"has_prior_trajectory": True}, "trajectory.json"),
     ],
 )
-def test_what_no_episode_does_is_refused_by_name(task: Task, change: dict[str, object], name: str) -> None:
+def test_what_no_episode_does_is_refused_by_name(task: Task, change: dict[str, Any], name: str) -> None:
     with pytest.raises(TaskError) as caught:
         refuse_unplayable(replace(task, **change))
     message = str(caught.value)
@@ -82,8 +83,9 @@ def test_a_template_takes_the_host_variable_or_else_its_default() -> None:
         ({"os": "windows"}, "os windows"),
     ],
 )
-def test_the_local_provider_refuses_by_name_what_no_box_has(task: Task, environment: dict, name: str) -> None:
-    asks = replace(task, environment=Environment(**{"network_mode": "no-network"} | environment))
+def test_the_local_provider_refuses_by_name_what_no_box_has(task: Task, environment: dict[str, Any], name: str) -> None:
+    options: dict[str, Any] = {"network_mode": "no-network"} | environment
+    asks = replace(task, environment=Environment(**options))
     with pytest.raises(SandboxRefused, match=name):
         LocalProvider().check(asks)
     with pytest.raises(SandboxRefused, match="compose"):
