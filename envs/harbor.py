@@ -85,7 +85,7 @@ def load_task(path: Path | str) -> Task:
         steps=steps,
         step_rewards=settings.step_rewards,
         artifacts=settings.artifacts,
-        package=settings.package,
+        publication=settings.publication,
         compose_file=next((name for name in _COMPOSE_FILES if (root / "environment" / name).exists()), None),
         has_prior_trajectory=(root / "trajectory.json").exists(),
         metadata=settings.metadata,

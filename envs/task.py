@@ -175,7 +175,7 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
+class Publication:
     """Under which name the Task is published: [task] of task.toml."""
 
     name: str
@@ -209,7 +209,7 @@ class Task:
     step_rewards: Literal["mean", "final"] = "mean"
     """How the rewards of the steps become that of the Task."""
     artifacts: tuple[Artifact, ...] = ()
-    package: Package | None = None
+    publication: Publication | None = None
     compose_file: str | None = None
     """Name of the file in environment/ that asks for several containers."""
     has_prior_trajectory: bool = False

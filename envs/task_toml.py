@@ -20,8 +20,8 @@ from envs.task import (
     Environment,
     Healthcheck,
     Limits,
-    Package,
     Provenance,
+    Publication,
     VerifierSpec,
 )
 from envs.toml_table import Fault, Table
@@ -57,7 +57,7 @@ class Settings:
     step_rewards: Literal["mean", "final"]
     artifacts: tuple[Artifact, ...]
     provenance: Provenance
-    package: Package | None
+    publication: Publication | None
     metadata: Mapping[str, Any]
     ignored_keys: tuple[str, ...]
 
@@ -83,7 +83,7 @@ def parse_settings(text: str) -> Settings:
         step_rewards="final" if root.choice("multi_step_reward_strategy", ("mean", "final")) == "final" else "mean",
         artifacts=_read_artifacts(root),
         provenance=_read_provenance(root.text("source"), metadata.values),
-        package=_read_package(root.optional_table("task")),
+        publication=_read_publication(root.optional_table("task")),
         metadata=metadata.values,
         ignored_keys=(),
     )
@@ -231,14 +231,14 @@ def _read_provenance(source: str | None, metadata: Mapping[str, Any]) -> Provena
     )
 
 
-def _read_package(table: Table | None) -> Package | None:
+def _read_publication(table: Table | None) -> Publication | None:
     if table is None:
         return None
     name = table.required_text("name")
     if not _PACKAGE_NAME.fullmatch(name) or ".." in name:
         raise Fault(f'task.name must be "org/name" of letters, digits, ".", "_" and "-", got {name!r}')
     authors = [(author.required_text("name"), author.text("email")) for author in table.tables("authors")]
-    return Package(
+    return Publication(
         name=name,
         version=table.text("version") or "",
         description=table.text("description") or "",

@@ -21,8 +21,8 @@ from envs.task import (
     Limits,
     McpServer,
     Network,
-    Package,
     Provenance,
+    Publication,
     Tpu,
     VerifierSpec,
 )
@@ -176,7 +176,7 @@ def test_the_rare_fields_are_recorded_too(tmp_path: Path) -> None:
         Artifact(source="/app/out"),
         Artifact(source="/var/log", destination="logs", exclude=("*.gz",), service="db"),
     )
-    assert task.package == Package(
+    assert task.publication == Publication(
         name="org/a-task",
         version="2",
         description="A task",
