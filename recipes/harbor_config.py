@@ -75,52 +75,61 @@ def read_harbor_job(path: Path) -> HarborJobFile:
 def _read_job(root: Table, *, default_name: str) -> HarborJobFile:
     legacy = root.table("orchestrator")  # of Harbor before its settings moved to the top
     for table in (root, legacy):
-        _pass_over(table, "quiet", "debug", "skip_credential_checks")
-        retry = table.table("retry")
-        _refuse(retry, {"max_retries": 0}, "an attempt that fails is excluded, not retried", rest=False)
-        _pass_over(retry, *retry.values)
-    _refuse(
-        root,
-        {"install_only": False, "metrics": [], "artifacts": [], "user_agent": None, "source_jobs": []}
-        | {f"{phase}_timeout_multiplier": None for phase in ("agent", "verifier", "agent_setup", "environment_build")}
-        | {"extra_instructions": [], "extra_instruction_paths": []},
-        "an evaluation does not do that",
-        rest=False,
-    )
+        _refuse_undone(table)
     _read_environment(root.table("environment"))
-    verifier = root.table("verifier")
+    verifier, agent = root.table("verifier"), _only(root, "agents")
     max_verifier_timeout_s = verifier.number("max_timeout_sec")
     _refuse(verifier, {"disable": False, "env": {}}, "tests run as their task says")
-    agent = _only(root, "agents")
-    kwargs = agent.table("kwargs")
-    info = kwargs.table("model_info")
+    concurrent = [table.count("n_concurrent_trials", at_least=1) for table in (root, legacy)]
     tasks, num_tasks = _read_tasks(root)
-    job = HarborJobFile(
+    return HarborJobFile(
         directory=Path(root.text("jobs_dir") or "jobs") / (root.text("job_name") or default_name),
         tasks=tasks,
         num_tasks=num_tasks,
         num_attempts=root.count("n_attempts", at_least=1) or 1,
-        num_concurrent=root.count("n_concurrent_trials", at_least=1)
-        or legacy.count("n_concurrent_trials", at_least=1)
-        or 4,
-        harness=HarnessName(agent.choice("name", _HARNESSES) or HarnessName.ORACLE),
-        model=agent.text("model_name"),
-        max_turns=next((turns for key in _TURN_KEYS if (turns := kwargs.count(key, at_least=1))), _MAX_TURNS),
-        temperature=kwargs.number("temperature", at_least_zero=True),
-        max_input_tokens=info.count("max_input_tokens", at_least=1),
-        max_output_tokens=info.count("max_output_tokens", at_least=1),
+        num_concurrent=concurrent[0] or concurrent[1] or 4,
         timeout_multiplier=root.number("timeout_multiplier") or 1.0,
-        agent_timeout_s=agent.number("override_timeout_sec"),
-        max_agent_timeout_s=agent.number("max_timeout_sec"),
         max_verifier_timeout_s=max_verifier_timeout_s,
+        **_read_agent(agent),
     )
+
+
+def _refuse_undone(table: Table) -> None:
+    """Of the job's own settings, those that an evaluation does not know and that would change a result."""
+    _pass_over(table, "quiet", "debug", "skip_credential_checks")
+    retry = table.table("retry")
+    _refuse(retry, {"max_retries": 0}, "an attempt that fails is excluded, not retried", rest=False)
+    _pass_over(retry, *retry.values)
+    phases = ("agent", "verifier", "agent_setup", "environment_build")
+    undone: dict[str, Any] = {"install_only": False, "metrics": [], "artifacts": [], "user_agent": None}
+    undone |= {"source_jobs": [], "extra_instructions": [], "extra_instruction_paths": []}
+    undone |= {f"{phase}_timeout_multiplier": None for phase in phases}
+    _refuse(table, undone, "an evaluation does not do that", rest=False)
+
+
+def _read_agent(agent: Table) -> dict[str, Any]:
+    """The fields of HarborJobFile that the agent's table decides."""
+    kwargs = agent.table("kwargs")
+    info = kwargs.table("model_info")
+    fields = {
+        "harness": HarnessName(agent.choice("name", _HARNESSES) or HarnessName.ORACLE),
+        "model": agent.text("model_name"),
+        "max_turns": next((turns for key in _TURN_KEYS if (turns := kwargs.count(key, at_least=1))), _MAX_TURNS),
+        "temperature": kwargs.number("temperature", at_least_zero=True),
+        "max_input_tokens": info.count("max_input_tokens", at_least=1),
+        "max_output_tokens": info.count("max_output_tokens", at_least=1),
+        "agent_timeout_s": agent.number("override_timeout_sec"),
+        "max_agent_timeout_s": agent.number("max_timeout_sec"),
+    }
+    if fields["harness"] is HarnessName.TERMINUS_2 and not kwargs.has("enable_summarize"):
+        logger.warning("agents[0].kwargs: Harbor summarizes a full context; here the rollout ends with context_limit")
     _pass_over(info, "input_cost_per_token", "output_cost_per_token")
     for name in _RECORDING_KEYS:
         kwargs.flag(name)
     known = {"parser_name": "json", "enable_summarize": False, "proactive_summarization_threshold": 0}
     _refuse(kwargs, known, "the harness here has no such setting")
     _refuse(agent, {"env": {}, "skills": [], "mcp_servers": []}, "an evaluation does not do that")
-    return job
+    return fields
 
 
 def _read_environment(table: Table) -> None:
