@@ -25,7 +25,7 @@ from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 _TASK = Task(
     id="churn",
     instruction="",
-    environment=Environment(),
+    environment=Environment(network_mode="no-network"),
     verifier=VerifierSpec(),
     limits=Limits(),
     provenance=Provenance(),

@@ -26,7 +26,7 @@ COMMANDS = {"true": "", "echo hi > a.txt": "", "grep -c hi a.txt": "\n1", "sleep
 TASK = Task(
     id="benchmark",
     instruction="",
-    environment=Environment(),
+    environment=Environment(network_mode="no-network"),
     verifier=VerifierSpec(),
     limits=Limits(),
     provenance=Provenance(),

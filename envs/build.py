@@ -23,6 +23,7 @@ from envs.sampler import Sampler, SamplingParams
 from envs.task import Task
 from envs.terminus2.harness import Malformed, Terminus2
 from envs.terminus2.prompts import COMPACT, FULL, Prompts
+from envs.timeouts import TimeoutRule
 
 
 class HarnessName(StrEnum):
@@ -70,7 +71,12 @@ class EpisodeConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent_timeout_s: float | None = None
     """Replaces each Task's own agent limit; None keeps it."""
+    max_agent_timeout_s: float = 1800.0
+    """Caps the agent limit, before the multiplier; a Task without a limit gets this one."""
     max_verifier_timeout_s: float = 120.0
+    timeout_rule: TimeoutRule = TimeoutRule.HARBOR
+    """harbor: min(task, cap) x multiplier. paper: min(2 h, task x multiplier) for the agent, without the cap."""
+    timeout_multiplier: float = 1.0
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
     sandbox: LocalConfig = field(default_factory=LocalConfig)
@@ -80,7 +86,13 @@ class EpisodeConfig:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.context_tokens < 2:
             raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
-        for name in ("agent_timeout_s", "max_verifier_timeout_s", "group_deadline_s"):
+        for name in (
+            "agent_timeout_s",
+            "max_agent_timeout_s",
+            "max_verifier_timeout_s",
+            "timeout_multiplier",
+            "group_deadline_s",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
@@ -93,6 +105,9 @@ def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler
         harness=_harness(config),
         converse=_converse(config, model, sampler),
         agent_timeout_s=config.agent_timeout_s,
+        max_agent_timeout_s=config.max_agent_timeout_s,
+        timeout_rule=config.timeout_rule,
+        timeout_multiplier=config.timeout_multiplier,
         max_verifier_timeout_s=config.max_verifier_timeout_s,
         provenance={"player": str(config.harness), "model": str(model or config.harness)},
     )

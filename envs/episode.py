@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from envs.errors import EpisodeError, GroupDeadline, HarnessTimeout
 from envs.harness import Conversation, Harness
+from envs.playable import refuse_unplayable
 from envs.sandbox import Sandbox, SandboxProvider
 from envs.task import Task
+from envs.timeouts import TimeoutRule, harbor_timeout_s, paper_timeout_s
 from envs.verifier import Verdict, verify
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Trajectory, Treatment
 
@@ -32,16 +34,18 @@ class Episode:
     agent_timeout_s: float | None = None
     """Replaces the Task's own limit; None keeps it."""
     max_agent_timeout_s: float = 1800.0
-    """No rollout's harness runs longer, whatever its Task says; a Task without a limit gets this one."""
+    """Caps each Task's limit before the multiplier; a Task without a limit gets this one."""
     max_verifier_timeout_s: float = 120.0
-    """No tests run longer, whatever their Task says."""
+    """Caps the limit of each Task's tests before the multiplier."""
+    timeout_rule: TimeoutRule = TimeoutRule.HARBOR
+    timeout_multiplier: float = 1.0
     treatments: Mapping[Outcome, Treatment] = field(default_factory=lambda: DEFAULT_TREATMENTS)
     """What each Outcome counts as; the Verifier runs for those that `score`."""
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     """Goes into every Trajectory: sampler, task set, run."""
 
     def __post_init__(self) -> None:
-        for name in ("agent_timeout_s", "max_agent_timeout_s", "max_verifier_timeout_s"):
+        for name in ("agent_timeout_s", "max_agent_timeout_s", "max_verifier_timeout_s", "timeout_multiplier"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
@@ -50,9 +54,20 @@ class Episode:
             raise ValueError(f"treatments must name every outcome; missing: {', '.join(missing)}")
 
     def agent_limit_s(self, task: Task) -> float:
-        """Seconds the harness may run: min(agent_timeout_s or else the Task's limit, max_agent_timeout_s)."""
+        """Seconds the harness may run, by the rule; `agent_timeout_s` goes before the Task's limit in both."""
         wanted_s = self.agent_timeout_s if self.agent_timeout_s is not None else task.limits.agent_timeout_s
-        return self.max_agent_timeout_s if wanted_s is None else min(wanted_s, self.max_agent_timeout_s)
+        if self.timeout_rule is TimeoutRule.PAPER:
+            return paper_timeout_s(wanted_s, multiplier=self.timeout_multiplier)
+        cap_s = self.max_agent_timeout_s
+        limit_s = harbor_timeout_s(wanted_s, max_s=cap_s, multiplier=self.timeout_multiplier)
+        return cap_s * self.timeout_multiplier if limit_s is None else limit_s  # Harbor would wait forever
+
+    def verifier_limit_s(self, task: Task) -> float:
+        """Seconds the tests may run; the paper's rule is for agents, so its multiplier leaves them alone."""
+        multiplier = 1.0 if self.timeout_rule is TimeoutRule.PAPER else self.timeout_multiplier
+        limit_s = harbor_timeout_s(task.verifier.timeout_s, max_s=self.max_verifier_timeout_s, multiplier=multiplier)
+        assert limit_s is not None  # a Task's tests always have a limit
+        return limit_s
 
 
 async def run_episode(
@@ -60,8 +75,10 @@ async def run_episode(
 ) -> Trajectory:
     """The Trajectory of one rollout, its Turns kept however it ended.
 
-    A rollout still running `deadline_s` seconds from now ends as `cancelled` (None: never).
+    A rollout still running `deadline_s` seconds from now ends as `cancelled` (None: never). TaskError before anything
+    is started when the Task asks for what no episode does.
     """
+    refuse_unplayable(task)
     conversation = episode.converse(task, trajectory_id)
     ending, timings_s = _Ending(), dict[str, float]()
     with ending.boundary():
@@ -75,8 +92,7 @@ async def run_episode(
                     await episode.harness.run(task, sandbox, conversation)
             if episode.treatments[ending.outcome] is Treatment.SCORE:
                 with ending.boundary(), _timed(timings_s, "verifier"):
-                    timeout_s = min(task.verifier.timeout_s, episode.max_verifier_timeout_s)
-                    ending.verdict = await verify(task, sandbox, timeout_s=timeout_s)
+                    ending.verdict = await verify(task, sandbox, timeout_s=episode.verifier_limit_s(task))
             ending.is_final = True
     return Trajectory(
         id=trajectory_id,

@@ -13,7 +13,7 @@ EpisodeError
 +-- SamplerError        no Completion came                                            -> sampler_error
 +-- VerifierError       no valid reward came                                          -> verifier_error
 +-- GroupDeadline       the time of its group is over                                 -> cancelled
-TaskError               a Task directory is malformed; raised before any work starts
+TaskError               a Task is malformed, or asks for what no episode plays; raised before any work starts
 """
 
 from trajectories.schema import Outcome
@@ -84,4 +84,4 @@ class GroupDeadline(EpisodeError):
 
 
 class TaskError(ValueError):
-    """A Task is malformed: the message is one line with the path, what is wrong and the remedy."""
+    """A Task is malformed or not played here: one line with the path or id, what is wrong and the remedy."""

@@ -1,36 +1,35 @@
 """Harbor task directories read into Tasks.
 
-Invariant: what is returned can be run as it stands; a directory that asks for what we do not offer yet is refused, in
-one line that names the path, the fault and the remedy. Unknown keys are ignored, as in Harbor's own reader.
-Called by envs/tasksets and recipes before any work starts. Schema: Harbor 1.4 with its legacy forms.
+Invariant: what is returned holds all that the directory says, single-step or multi-step; a malformed directory is
+refused in one line that names the path, the fault and the remedy. Unknown keys are ignored, as in Harbor's own reader,
+and said once for a set. Whether a Task can be played here is for envs/playable.py and the provider to say.
+Called by envs/tasksets and recipes/tasks. Schema: Harbor 1.4 with its legacy forms.
 """
 
+import logging
 import os
-import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from envs.errors import TaskError
-from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
+from envs.task import Step, Task
+from envs.task_toml import Settings, StepSettings, parse_settings
+from envs.toml_table import Fault
+
+logger = logging.getLogger(__name__)
 
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-_NETWORK_MODES = ("public", "no-network", "allowlist")
-_MB_PER_UNIT = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+_SCRIPT_ENDINGS = {"linux": ".sh", "windows": ".bat"}
 
 
 def load_tasks(directory: Path | str, *, limit: int | None = None, names: Collection[str] | None = None) -> list[Task]:
     """The Tasks of a directory, sorted by name; a directory that is itself a task gives that one.
 
-    Children with neither task.toml nor instruction.md are no tasks and are passed over; every other child must load.
     `names` keeps those ids only and each must exist; `limit` keeps the first so many. Raises TaskError.
     """
     root = Path(directory)
-    if not root.is_dir():
-        raise TaskError(f"{root}: no such directory; give a Harbor task directory or a directory of them")
-    paths = [root] if _is_task(root) else sorted(child for child in root.iterdir() if _is_task(child))
+    paths = find_task_dirs(root)
     if names is not None:
         missing = sorted(set(names) - {path.name for path in paths})
         if missing:
@@ -39,7 +38,26 @@ def load_tasks(directory: Path | str, *, limit: int | None = None, names: Collec
     tasks = [load_task(path) for path in paths[:limit]]
     if not tasks:
         raise TaskError(f"{root}: holds no task; each task is a sub-directory with task.toml and instruction.md")
+    log_ignored_keys(root, tasks)
     return tasks
+
+
+def find_task_dirs(root: Path) -> list[Path]:
+    """The task directories that `root` holds, sorted, or `root` itself where it is one; they may be malformed.
+
+    Children with neither task.toml nor instruction.md are no tasks and are passed over. Raises TaskError.
+    """
+    if not root.is_dir():
+        raise TaskError(f"{root}: no such directory; give a Harbor task directory or a directory of them")
+    return [root] if _is_task(root) else sorted(child for child in root.iterdir() if _is_task(child))
+
+
+def log_ignored_keys(where: Path | str, tasks: Sequence[Task]) -> None:
+    """One line with the keys of the Tasks' task.toml files that mean nothing, and how many Tasks have each."""
+    counts = Counter(key for task in tasks for key in task.ignored_keys)
+    if counts:
+        listed = ", ".join(f"{key} ({count})" for key, count in sorted(counts.items()))
+        logger.warning("tasks=%s unknown keys of task.toml ignored (tasks that have them): %s", where, listed)
 
 
 def load_task(path: Path | str) -> Task:
@@ -49,37 +67,47 @@ def load_task(path: Path | str) -> Task:
         raise TaskError(f"{root}: no such directory; give a Harbor task directory")
     toml_path = root / "task.toml"
     try:
-        settings = _parse_settings(_read_text(toml_path, "a task needs one, and an empty file will do"))
-    except _Fault as fault:
+        settings = parse_settings(_read_text(toml_path, "a task needs one, and an empty file will do"))
+    except Fault as fault:
         raise TaskError(f"{toml_path}: {' '.join(str(fault).split())}") from None
-    _check_files(root, has_image=settings.environment.docker_image is not None)
+    _check_files(root, settings)
+    steps = tuple(_read_step(root / "steps" / step.name, step) for step in settings.steps)
     return Task(
         id=root.name,
-        instruction=_read_instruction(root / "instruction.md"),
+        instruction=_read_instruction(root / "instruction.md", is_optional=bool(steps)),
         environment=settings.environment,
         verifier=settings.verifier,
         limits=settings.limits,
         provenance=settings.provenance,
         path=root,
+        agent=settings.agent,
+        solution_env=settings.solution_env,
+        steps=steps,
+        step_rewards=settings.step_rewards,
+        artifacts=settings.artifacts,
+        publication=settings.publication,
+        compose_file=next((name for name in _COMPOSE_FILES if (root / "environment" / name).exists()), None),
+        has_prior_trajectory=(root / "trajectory.json").exists(),
+        metadata=settings.metadata,
+        ignored_keys=settings.ignored_keys,
     )
-
-
-class _Fault(Exception):
-    """What is wrong in a task.toml, before the path is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """What a task.toml says."""
-
-    environment: Environment
-    verifier: VerifierSpec
-    limits: Limits
-    provenance: Provenance
 
 
 def _is_task(path: Path) -> bool:
     return (path / "task.toml").exists() or (path / "instruction.md").exists()
+
+
+def _read_step(path: Path, settings: StepSettings) -> Step:
+    return Step(
+        name=settings.name,
+        instruction=_read_instruction(path / "instruction.md"),
+        agent=settings.agent,
+        verifier=settings.verifier,
+        limits=settings.limits,
+        min_reward=settings.min_reward,
+        healthcheck=settings.healthcheck,
+        artifacts=settings.artifacts,
+    )
 
 
 def _read_text(path: Path, remedy: str) -> str:
@@ -93,8 +121,10 @@ def _read_text(path: Path, remedy: str) -> str:
         raise TaskError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def _read_instruction(path: Path) -> str:
+def _read_instruction(path: Path, *, is_optional: bool = False) -> str:
     """The instruction without its leading canary comments."""
+    if is_optional and not path.exists():
+        return ""
     lines = _read_text(path, "write the instruction there").splitlines(keepends=True)
     first = 0
     while first < len(lines) and _is_canary(lines[first]):
@@ -109,19 +139,18 @@ def _is_canary(line: str) -> bool:
     return line.lstrip().startswith(("<!--", "#")) and "canary" in line.lower()
 
 
-def _check_files(root: Path, *, has_image: bool) -> None:
-    environment, tests = root / "environment", root / "tests"
-    if not has_image and not environment.is_dir():
+def _check_files(root: Path, settings: Settings) -> None:
+    environment = root / "environment"
+    if settings.environment.docker_image is None and not environment.is_dir():
         raise TaskError(f"{environment}: no such directory; add it with a Dockerfile, or set environment.docker_image")
-    if (link := _find_link(str(tests))) is not None:
-        raise TaskError(f"{link}: is a symbolic link, which no sandbox uploads; put the file itself there")
-    if not (tests / "test.sh").is_file():
-        raise TaskError(f"{tests / 'test.sh'}: no such file; add the script that writes /logs/verifier/reward.txt")
-    for name in _COMPOSE_FILES:
-        if (environment / name).exists():
-            raise TaskError(f"{environment / name}: compose is not supported yet; use a single Dockerfile")
-    if (root / "trajectory.json").exists():
-        raise TaskError(f"{root / 'trajectory.json'}: a prior trajectory is not supported yet; remove the file")
+    for name in ("tests", "steps") if settings.steps else ("tests",):
+        if (link := _find_link(str(root / name))) is not None:
+            raise TaskError(f"{link}: is a symbolic link, which no sandbox uploads; put the file itself there")
+    script = f"test{_SCRIPT_ENDINGS[settings.environment.os]}"
+    shared = root / "tests" / script
+    for folder in [root / "steps" / step.name / "tests" for step in settings.steps] or [root / "tests"]:
+        if not (folder / script).is_file() and not shared.is_file():
+            raise TaskError(f"{folder / script}: no such file; add the script that writes /logs/verifier/reward.txt")
 
 
 def _find_link(path: str) -> str | None:
@@ -133,145 +162,3 @@ def _find_link(path: str) -> str | None:
     with os.scandir(path) as entries:
         found = [entry.path for entry in entries if entry.is_symlink() or entry.is_dir()]
     return next(filter(None, map(_find_link, sorted(found))), None)
-
-
-# Generated sets repeat a few files thousands of times, and tomllib is pure Python.
-@lru_cache(maxsize=256)
-def _parse_settings(text: str) -> _Settings:
-    try:
-        root = _Table("", tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise _Fault(f"not valid TOML: {error}; correct that line") from None
-    version = root.text("schema_version") or root.text("version") or "1.4"
-    if version.split(".")[0] != "1":
-        raise _Fault(f"schema_version {version!r} is unknown; use 1.4")
-    agent, environment = root.table("agent"), root.table("environment")
-    _refuse_unsupported(root, agent, environment)
-    return _Settings(
-        environment=_environment(environment),
-        verifier=_verifier(root.table("verifier")),
-        limits=Limits(agent_timeout_s=agent.number("timeout_sec")),
-        provenance=_provenance(root),
-    )
-
-
-def _refuse_unsupported(root: "_Table", agent: "_Table", environment: "_Table") -> None:
-    """Refuses what would change the meaning of the Task if it were passed over."""
-    root.refuse("steps", "artifacts")
-    root.table("solution").refuse("env")
-    agent.refuse("user", "allowed_hosts")
-    environment.refuse("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir", "healthcheck", "allowed_hosts")
-    if (system := environment.text("os")) not in (None, "linux"):
-        raise _Fault(f"environment.os {system!r} is not supported; only linux is")
-    mode = agent.text("network_mode")
-    if mode is not None and mode != _network_mode(environment):
-        raise _Fault("agent.network_mode differs from environment.network_mode, which is not supported yet; drop it")
-
-
-def _environment(table: "_Table") -> Environment:
-    defaults = Environment()
-    timeout_s = table.number("build_timeout_sec")
-    return Environment(
-        docker_image=table.text("docker_image"),
-        workdir=table.text("workdir"),
-        cpus=table.number("cpus"),
-        memory_mb=_megabytes(table, "memory"),
-        storage_mb=_megabytes(table, "storage"),
-        env=table.variables("env"),
-        network_mode=_network_mode(table),
-        build_timeout_s=defaults.build_timeout_s if timeout_s is None else timeout_s,
-    )
-
-
-def _network_mode(table: "_Table") -> str:
-    mode, legacy = table.text("network_mode"), table.values.get("allow_internet")
-    if legacy is not None and not isinstance(legacy, bool):
-        raise _Fault(f"environment.allow_internet must be true or false, got {legacy!r}")
-    if mode is None:
-        return "no-network" if legacy is False else "public"
-    if mode not in _NETWORK_MODES:
-        raise _Fault(f"environment.network_mode must be one of {', '.join(_NETWORK_MODES)}, got {mode!r}")
-    return mode
-
-
-def _megabytes(table: "_Table", name: str) -> int | None:
-    """The value of `<name>_mb`, or of the legacy `<name>` such as "2G"; both must agree."""
-    number, text = table.number(f"{name}_mb"), table.text(name)
-    current = None if number is None else int(number)
-    if text is None:
-        return current
-    digits, factor = text[:-1], _MB_PER_UNIT.get(text[-1:].upper())
-    if factor is None or not digits.replace(".", "", 1).isdigit():
-        raise _Fault(f"environment.{name} must be like 2G, 512M or 1024K, got {text!r}; or set {name}_mb")
-    legacy = int(float(digits) * factor)
-    if current is not None and current != legacy:
-        raise _Fault(f"environment.{name} {text!r} contradicts {name}_mb {current}; keep {name}_mb")
-    return legacy
-
-
-def _verifier(table: "_Table") -> VerifierSpec:
-    table.refuse("user", "network_mode", "allowed_hosts", "environment", "collect")
-    if (mode := table.text("environment_mode")) not in (None, "shared"):
-        raise _Fault(f"verifier.environment_mode {mode!r} is not supported yet; only shared is")
-    timeout_s = table.number("timeout_sec")
-    return VerifierSpec(
-        timeout_s=VerifierSpec().timeout_s if timeout_s is None else timeout_s, env=table.variables("env")
-    )
-
-
-def _provenance(root: "_Table") -> Provenance:
-    """Where the Task came from; metadata is free in Harbor, so only strings of the names we know are taken."""
-    metadata = {key: value for key, value in root.table("metadata").values.items() if isinstance(value, str)}
-    return Provenance(
-        source=root.text("source") or metadata.get("source", ""),
-        licence=metadata.get("licence", metadata.get("license", "")),
-        parent=metadata.get("parent", ""),
-        family=metadata.get("family", ""),
-        split=metadata.get("split", ""),
-    )
-
-
-class _Table:
-    """A table of task.toml whose values are checked as they are read."""
-
-    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
-        self.name = name
-        self.values = values
-
-    def table(self, key: str) -> "_Table":
-        value = self.values.get(key, {})
-        if not isinstance(value, dict):
-            raise _Fault(f"{self._path(key)} must be a table, got {value!r}")
-        return _Table(key, value)  # pyright: ignore[reportUnknownArgumentType]
-
-    def text(self, key: str) -> str | None:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise _Fault(f"{self._path(key)} must be a string, got {value!r}")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise _Fault(f"{self._path(key)} must be a number above 0, got {value!r}")
-        return float(value)
-
-    def variables(self, key: str) -> dict[str, str]:
-        table = self.table(key)
-        for name, value in table.values.items():
-            if not isinstance(value, str):
-                raise _Fault(f"{self._path(key)}.{name} must be a string, got {value!r}; quote it")
-            if "${" in value:
-                raise _Fault(f"{self._path(key)}.{name}: host variables are not supported yet; write the value itself")
-        return dict(table.values)
-
-    def refuse(self, *keys: str) -> None:
-        """Faults on the first of these keys that asks for something; false, 0 and empty ask for nothing."""
-        for key in keys:
-            if self.values.get(key):
-                raise _Fault(f"{self._path(key)} is not supported yet; remove it, or leave this task out")
-
-    def _path(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key

@@ -17,6 +17,7 @@ from envs.errors import HarnessTimeout, TaskError
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
 from envs.task import Task
+from envs.templating import resolve_variables
 from envs.terminus2.prompts import Prompts, ReplyStyle
 
 ORACLE_DURATION_S = 1.0
@@ -66,6 +67,8 @@ def solution_steps(task: Task) -> list[str]:
     path = task.path / "solution" / "solve.sh"
     if not path.is_file():
         raise TaskError(f"{path}: missing, so the oracle cannot play {task.id}; add the reference solution")
+    if task.solution_env:
+        raise TaskError(f"{path}: needs solution.env, which cannot be typed; play it whole with SolutionScript")
     steps = _split(path.read_text())
     if steps is None:
         raise TaskError(f"{path}: cannot be typed command by command; play it whole with SolutionScript")
@@ -85,7 +88,7 @@ class SolutionScript:
         reply = await conversation.ask(task.instruction)
         await sandbox.upload_dir(task.path / "solution", "/solution")
         limit_s = task.limits.agent_timeout_s or _SCRIPT_LIMIT_S
-        result = await sandbox.exec(reply, timeout_s=limit_s)
+        result = await sandbox.exec(reply, timeout_s=limit_s, env=resolve_variables(task.solution_env))
         if result.exit_code == 124:
             raise HarnessTimeout(f"solution/solve.sh did not end within {limit_s:g} s")
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 from envs.errors import SandboxDied, VerifierError
 from envs.sandbox import ExecResult, Sandbox
 from envs.task import Task
+from envs.templating import resolve_variables
 
 EVIDENCE_CHARS = 4000
 """Evidence keeps this much of the end of the test output."""
@@ -75,7 +76,7 @@ async def verify(task: Task, sandbox: Sandbox, *, timeout_s: float) -> Verdict:
         max_reward_bytes=_MAX_REWARD_BYTES,
         max_tail_bytes=4 * EVIDENCE_CHARS,
     )
-    result = await sandbox.exec(command, timeout_s=timeout_s, env=task.verifier.env, cwd="/")
+    result = await sandbox.exec(command, timeout_s=timeout_s, env=resolve_variables(task.verifier.env), cwd="/")
     if result.exit_code == 124:
         raise VerifierError(f"tests did not end within {timeout_s:g} s")
     if result.exit_code != 0:

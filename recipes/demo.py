@@ -153,7 +153,7 @@ class _Stages:
         summary = await self._timed("teach", harvest.main, config)
         for style in ConversationFormat:
             out = self._root / "teach" / f"solved-{style}.jsonl"
-            summary |= await export.main(export.Config(data=(config.run,), out=out, format=style))
+            summary |= await export.main(export.Config(data=(config.run,), out=out, format=export.ExportFormat(style)))
         return summary
 
     async def _timed(self, stage: str, main: Callable[[Any], Awaitable[dict[str, Any]]], config: Any) -> dict[str, Any]:

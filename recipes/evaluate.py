@@ -5,6 +5,10 @@ nothing. Every attempt ends in a typed Outcome; excluded ones are in no sum.
 
     python -m recipes.evaluate --tasks shell:heldout --policy runs/rloo/model --attempts 3
     python -m recipes.evaluate --tasks humaneval --harness oracle
+    python -m recipes.evaluate --config harbor-job.yaml --policy smollm2
+
+`--config` takes a Harbor job file (one agent, one set of tasks): what it says are the defaults of the other flags, and
+the results are left as that job's directory too, for `harbor view` and `harbor traces export`.
 """
 
 import dataclasses
@@ -16,16 +20,20 @@ from typing import Any
 
 from actors.cluster import ClusterConfig, start_cluster
 from actors.rollout_pool import RolloutPoolConfig
-from envs.build import EpisodeConfig
+from envs.build import EpisodeConfig, PromptStyle
 from envs.task import Task
 from envs.tasksets import resolve_tasks
+from recipes.export import harbor_job_of
+from recipes.harbor_config import read_harbor_job
 from recipes.launch import launch
 from recipes.play import Served, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
 from recipes.run import Run
 from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
+from trajectories.harbor_job import write_harbor_job
 from trajectories.schema import DEFAULT_TREATMENTS
+from trajectories.store import scan
 from trajectories.validity import member_rewards
 
 
@@ -36,13 +44,16 @@ class Config:
     run: Path = Path("runs/evaluate")
     """Run directory."""
     tasks: str = "shell:heldout"
-    """Task set: shell:train, shell:heldout, humaneval, or a directory of Harbor tasks."""
+    """Task set: shell:train, shell:heldout, humaneval, a directory of Harbor tasks, a .parquet of task packages,
+    dataset.toml, or registry.json:NAME@VERSION."""
     limit: int | None = None
     """Play only the first so many Tasks."""
     attempts: int = 1
     """Attempts at each Task."""
     greedy: bool = False
     """Play each Task once more, greedily."""
+    harbor_job: Path | None = None
+    """Also leave the sampled attempts as a Harbor job directory here."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
@@ -67,6 +78,9 @@ async def main(config: Config) -> dict[str, Any]:
                 episode = dataclasses.replace(config.episode, sampling=greedy)
                 summary["greedy"] = await _evaluate(config, run, tasks, served, episode, attempts=1)
         run.summary(summary)
+        if config.harbor_job is not None:
+            trajectories = (each for _, group in scan(config.run / "store") for each in group.trajectories)
+            write_harbor_job(trajectories, config.harbor_job, harbor_job_of(config.run))
         for name, part in (("sampled", summary), ("greedy", summary.get("greedy"))):
             if part:
                 print(_line(name, part))
@@ -112,5 +126,36 @@ def summarize_evaluation(handles: list[GroupHandle]) -> dict[str, Any]:
     return dataclasses.asdict(solved_rate(rewards)) | {"outcomes": dict(outcomes), "rewards": rewards}
 
 
+def config_of_harbor_job(path: Path) -> Config:
+    """The evaluation that a Harbor job file describes; what it leaves open stays at our defaults."""
+    job, default = read_harbor_job(path), Config()
+    sampling = {"temperature": job.temperature, "max_tokens": job.max_output_tokens}
+    episode = {
+        "harness": job.harness,
+        "max_turns": job.max_turns,
+        "prompts": PromptStyle.FULL,
+        "context_tokens": (job.max_input_tokens or 0) + (job.max_output_tokens or 0) or None,
+        "timeout_multiplier": job.timeout_multiplier,
+        "agent_timeout_s": job.agent_timeout_s,
+        "max_agent_timeout_s": job.max_agent_timeout_s,
+        "max_verifier_timeout_s": job.max_verifier_timeout_s,
+        "sampling": dataclasses.replace(default.episode.sampling, **_given(sampling)),
+    }
+    return Config(
+        run=Path("runs") / job.directory.name,
+        tasks=job.tasks,
+        limit=job.num_tasks,
+        attempts=job.num_attempts,
+        harbor_job=job.directory,
+        policy=dataclasses.replace(default.policy, **_given({"model": job.model})),
+        episode=dataclasses.replace(default.episode, **_given(episode)),
+        rollouts=dataclasses.replace(default.rollouts, max_rollouts=job.num_concurrent),
+    )
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, from_file=config_of_harbor_job)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Resolves both lock files from pyproject.toml. cpu.lock is what setup.sh installs; gpu.lock is for clusters.
+# Resolves the lock files: cpu.lock (what setup.sh installs) and gpu.lock (for clusters) from pyproject.toml, harbor.lock
+# (for scripts/harbor_env.sh) from harbor.in.
 # Versions that a lock already holds are kept while they fit: delete the file first for the newest ones.
 # Called by `make lock`.
 set -euo pipefail
@@ -15,3 +16,7 @@ echo "lock: requirements/cpu.lock"
 # Without pip's local folders: they may hold the CPU build of torch, which would win over the CUDA build.
 echo "lock: requirements/gpu.lock"
 UV_FIND_LINKS='' "${compile[@]}" --extra gpu --extra wandb -o requirements/gpu.lock >/dev/null
+
+echo "lock: requirements/harbor.lock"
+bash scripts/uv.sh pip compile requirements/harbor.in --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+  --no-emit-index-url --no-annotate -o requirements/harbor.lock >/dev/null

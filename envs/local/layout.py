@@ -16,6 +16,7 @@ from envs.local.dockerfile import Copy, Dockerfile, parse_dockerfile
 from envs.local.staging import Staged
 from envs.local.wire import Kind, encode_put
 from envs.task import Task
+from envs.templating import resolve_variables
 
 DEFAULT_WORKDIR = "/app"
 MAX_PUT_BYTES = 1 << 20
@@ -78,7 +79,7 @@ def plan_layout(task: Task) -> Layout:
         raise SandboxRefused(f"task {task.id}: workdir {workdir!r} must be an absolute path")
     return Layout(
         workdir=workdir,
-        env=_VARIABLES | plan.env | dict(task.environment.env),
+        env=_VARIABLES | plan.env | resolve_variables(task.environment.env),
         files=tuple(gather(_first_entries(plan, workdir))),
     )
 

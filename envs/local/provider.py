@@ -38,8 +38,8 @@ _PROOF = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; cat 
 class LocalConfig:
     """The local provider. A Task's own resources go before the defaults."""
 
-    network: str = "none"
-    """What a Task that asks for "public" network gets: "none" (loopback only; recorded in provenance) or "refuse"."""
+    network: str = "refuse"
+    """What a Task that asks for "public" network gets: "refuse", or "none" (loopback only; recorded in provenance)."""
     allow_soft_limits: bool = False
     """Without writable cgroups, run with rlimits only: memory is bound per process, CPU not at all."""
     default_memory_mb: int = 2048
@@ -88,10 +88,7 @@ class LocalProvider:
 
     def check(self, task: Task) -> None:
         """Raises SandboxRefused when this provider cannot run the Task; starts nothing."""
-        if task.environment.network_mode == "allowlist":
-            raise SandboxRefused(f"task {task.id}: network_mode allowlist is not enforced here; use no-network")
-        if task.environment.network_mode == "public" and self.config.network == "refuse":
-            raise SandboxRefused(f'task {task.id}: wants a public network; allow network="none" or use no-network')
+        _refuse_unoffered(task, network=self.config.network)
         self._layout(task)
 
     async def provenance(self) -> dict[str, str]:
@@ -254,6 +251,27 @@ class _Prepared:
     staged: Staged
     cgroups: Cgroups | None
     pool: SlotPool
+
+
+def _refuse_unoffered(task: Task, *, network: str) -> None:
+    """Raises SandboxRefused for what the Task's environment asks for and no box here has; nothing is passed over."""
+    environment = task.environment
+    if environment.network_mode == "allowlist":
+        raise SandboxRefused(f"task {task.id}: network_mode allowlist is not enforced here; use no-network")
+    if environment.network_mode == "public" and network == "refuse":
+        raise SandboxRefused(
+            f"task {task.id}: wants a public network, and boxes here have none; set its network_mode to no-network, or "
+            'play it with loopback only: network="none"'
+        )
+    asked = {
+        "gpus": environment.gpus,
+        "tpu": environment.tpu,
+        "os windows": environment.os == "windows",
+        "a compose file": task.compose_file,
+    }
+    for name, value in asked.items():
+        if value:
+            raise SandboxRefused(f"task {task.id}: wants {name}, which no box here has; use another sandbox provider")
 
 
 def _sweep(cgroups: Cgroups | None) -> None:

@@ -1,7 +1,7 @@
 """Task sets by name: what `--tasks` of a recipe means.
 
-Invariant: a generated set is written once, whole or not at all, under a name that its parameters and the source of its
-generator decide, so a cached set is never stale. Called by recipes.
+Invariant: a generated or unpacked set is written once, whole or not at all, under a name that its parameters and the
+source of its generator (or the bytes of its package) decide, so a cached set is never stale. Called by recipes.
 """
 
 import hashlib
@@ -9,11 +9,15 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from envs.errors import TaskError
-from envs.harbor import load_tasks
+from envs.harbor import find_task_dirs, load_task, log_ignored_keys
+from envs.packages import unpack_packages
+from envs.playable import refuse_unplayable
+from envs.registry import dataset_task_dirs, registry_task_dirs
 from envs.task import Task
 from envs.tasksets import humaneval, shell, shell_families
 
@@ -21,16 +25,19 @@ NAMED_SETS = "shell:train, shell:heldout, either with :easy, :hard or :FAMILY,FA
 DEFAULT_COUNTS = {"train": 3000, "heldout": 600}
 """How many tasks a shell split has unless asked otherwise."""
 
+PATHS = "a directory of Harbor tasks, a .parquet of task packages, a dataset.toml, or registry.json:NAME@VERSION"
+
+_REGISTRY = re.compile(r"(.+\.json):([^:]+)")
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 
 
 def resolve_tasks(
     spec: str, *, cache_dir: Path | None = None, limit: int | None = None, count: int | None = None, seed: int = 0
 ) -> list[Task]:
-    """The Tasks of `shell:SPLIT`, `shell:SPLIT:FAMILIES`, `humaneval`, or of a directory of Harbor tasks.
+    """The Tasks of `shell:SPLIT`, `shell:SPLIT:FAMILIES`, `humaneval`, or of what PATHS lists.
 
     A slice may follow: "shell:train[100:300]" is the tasks 100 to 299 of the set, and `limit` keeps the first so many.
-    `count` and `seed` are those of the shell set. Raises TaskError, also when no task is left.
+    `count` and `seed` are those of the shell set. Raises TaskError, also when no task is left or one cannot be played.
     """
     if limit is not None and limit < 1:
         raise TaskError(f"tasks {spec!r}: limit must be >= 1, got {limit}")
@@ -41,10 +48,28 @@ def resolve_tasks(
         stop = start + limit if stop is None else min(stop, start + limit)
     if stop is not None and stop <= start:
         raise TaskError(f"tasks {spec!r}: the slice is empty; its end must be above its start")
-    tasks = load_tasks(_locate(base, cache_dir or default_cache_dir(), count, seed), limit=stop)[start:]
-    if not tasks:
+    paths = locate_tasks(base, cache_dir=cache_dir, count=count, seed=seed)
+    if start >= len(paths):
         raise TaskError(f"tasks {spec!r}: {base} ends before task {start}; start the slice lower")
+    tasks = [load_task(path) for path in paths[start:stop]]
+    log_ignored_keys(spec, tasks)
+    for task in tasks:
+        refuse_unplayable(task)
     return tasks
+
+
+def locate_tasks(spec: str, *, cache_dir: Path | None = None, count: int | None = None, seed: int = 0) -> list[Path]:
+    """The task directories of a set without slice, generated or unpacked where they have to be; not read yet.
+
+    Raises TaskError when there are none, or two of one name.
+    """
+    paths = _locate(spec, cache_dir or default_cache_dir(), count, seed)
+    if not paths:
+        raise TaskError(f"{spec}: holds no task; each task is a sub-directory with task.toml and instruction.md")
+    twice = [name for name, number in Counter(path.name for path in paths).items() if number > 1]
+    if twice:
+        raise TaskError(f"{spec}: {len(twice)} ids come twice, {twice[0]!r} first; rename their directories")
+    return paths
 
 
 def default_cache_dir() -> Path:
@@ -52,16 +77,29 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("THRESHER_CACHE", ".cache")).absolute() / "tasks"
 
 
-def _locate(spec: str, cache_dir: Path, count: int | None, seed: int) -> Path:
-    """The directory of a set, generated where it has to be."""
+def _locate(spec: str, cache_dir: Path, count: int | None, seed: int) -> list[Path]:
     name, *rest = spec.split(":")
     if name == "shell":
-        return _shell_set(spec, rest, cache_dir, count, seed)
+        return find_task_dirs(_shell_set(spec, rest, cache_dir, count, seed))
     if spec == "humaneval":
-        return _cached(cache_dir, "humaneval", _version(humaneval), humaneval.write_task_set)
-    if Path(spec).exists():
-        return Path(spec)
-    raise TaskError(f"tasks {spec!r}: neither a directory nor a task set; the sets are {NAMED_SETS}")
+        return find_task_dirs(_cached(cache_dir, "humaneval", _version(humaneval), humaneval.write_task_set))
+    path = Path(spec)
+    if path.is_dir():
+        return find_task_dirs(path)
+    if path.suffix == ".parquet" and path.is_file():
+        return find_task_dirs(_unpacked(path, cache_dir))
+    if path.suffix == ".toml" and path.is_file():
+        return dataset_task_dirs(path)
+    found = _REGISTRY.fullmatch(spec)
+    if found and Path(found[1]).is_file():
+        return registry_task_dirs(Path(found[1]), found[2])
+    raise TaskError(f"tasks {spec!r}: neither {PATHS}, nor a task set; the sets are {NAMED_SETS}")
+
+
+def _unpacked(path: Path, cache_dir: Path) -> Path:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return _cached(cache_dir, f"package-{path.stem}", digest[:24], lambda target: unpack_packages(path, target))
 
 
 def _shell_set(spec: str, rest: list[str], cache_dir: Path, count: int | None, seed: int) -> Path:

@@ -59,7 +59,7 @@ def requests(count: int) -> Iterator[GroupRequest]:
         task = Task(
             id=f"t{index}",
             instruction="do",
-            environment=Environment(),
+            environment=Environment(network_mode="no-network"),
             verifier=VerifierSpec(),
             limits=Limits(),
             provenance=Provenance(),

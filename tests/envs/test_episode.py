@@ -5,17 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from envs.conversation import ScriptedConversation
 from envs.episode import Episode, run_episode
-from envs.errors import ContextLimit, EpisodeError, SamplerError, SandboxDied, SandboxError, TurnLimit
+from envs.errors import ContextLimit, EpisodeError, SamplerError, SandboxDied, SandboxError, TaskError, TurnLimit
 from envs.group import run_group
 from envs.harbor import load_task
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
-from envs.task import Limits, Task
+from envs.task import AgentSpec, Limits, Task
+from envs.timeouts import TimeoutRule
 from tests.envs.task_dirs import make_task_dir
 from tests.fakes.directory_sandbox import DirectoryProvider
 from tests.fakes.harness import FunctionHarness
@@ -200,7 +202,7 @@ async def test_a_sandbox_that_does_not_stop_leaves_the_result_as_it_is(task: Tas
 
 
 def test_the_agents_limit_is_the_override_or_the_tasks_under_the_cap(task: Task, provider: DirectoryProvider) -> None:
-    def limit_s(of_task: float | None, **options: float) -> float:
+    def limit_s(of_task: float | None, **options: Any) -> float:
         limited = replace(task, limits=Limits(agent_timeout_s=of_task))
         return make_episode(provider, **options).agent_limit_s(limited)
 
@@ -209,6 +211,24 @@ def test_the_agents_limit_is_the_override_or_the_tasks_under_the_cap(task: Task,
     assert limit_s(3600.0) == 1800.0
     assert limit_s(900.0, agent_timeout_s=60.0) == 60.0
     assert limit_s(900.0, agent_timeout_s=60.0, max_agent_timeout_s=30.0) == 30.0
+    assert limit_s(900.0, max_agent_timeout_s=600.0, timeout_multiplier=2.0) == 1200.0
+    assert limit_s(None, max_agent_timeout_s=600.0, timeout_multiplier=2.0) == 1200.0
+    assert limit_s(900.0, timeout_rule=TimeoutRule.PAPER, timeout_multiplier=16.0) == 7200.0
+
+
+def test_the_verifiers_limit_is_multiplied_under_harbors_rule_only(task: Task, provider: DirectoryProvider) -> None:
+    assert make_episode(provider, timeout_multiplier=2.0).verifier_limit_s(task) == 240.0
+    assert (
+        make_episode(provider, timeout_multiplier=2.0, timeout_rule=TimeoutRule.PAPER).verifier_limit_s(task) == 120.0
+    )
+
+
+async def test_a_task_that_no_episode_plays_is_refused_before_its_sandbox_starts(
+    task: Task, provider: DirectoryProvider
+) -> None:
+    with pytest.raises(TaskError, match=r"agent\.user is not played yet"):
+        await play(replace(task, agent=AgentSpec(user="ada")), make_episode(provider))
+    assert provider.sandboxes == {}
 
 
 def test_an_episode_that_cannot_be_played_is_refused(provider: DirectoryProvider) -> None:

@@ -12,14 +12,31 @@ from hypothesis import strategies as st
 
 from envs.errors import TaskError
 from envs.harbor import load_task, load_tasks
-from envs.task import Environment, Limits, Provenance, VerifierSpec
+from envs.task import (
+    AgentSpec,
+    Artifact,
+    Collect,
+    Environment,
+    Healthcheck,
+    Limits,
+    McpServer,
+    Network,
+    Provenance,
+    Publication,
+    Tpu,
+    VerifierSpec,
+)
 from tests.envs.task_dirs import make_task_dir
 
 FIELDS = """
 schema_version version source steps artifacts metadata agent verifier environment solution timeout_sec user env os
-network_mode allow_internet memory memory_mb storage cpus gpus family environment_mode docker_image
+network_mode allow_internet memory memory_mb storage cpus gpus family environment_mode docker_image name command
+min_reward healthcheck mcp_servers allowed_hosts collect destination tpu url headers retries task authors
 """
 KEYS = st.sampled_from(FIELDS.split()) | st.text(max_size=3)
+
+ALLOW = 'network_mode = "allowlist"\n'
+SERVER = '[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"\n'
 
 FULL_TOML = """\
 schema_version = "1.4"
@@ -77,8 +94,180 @@ def test_every_field_that_a_task_holds_is_read(tmp_path: Path) -> None:
     assert task.provenance == Provenance(source="somewhere", licence="MIT", family="write", split="train")
 
 
+RARE_TOML = """\
+multi_step_reward_strategy = "final"
+artifacts = ["/app/out", { source = "/var/log", destination = "logs", exclude = ["*.gz"], service = "db" }]
+
+[task]
+name = "org/a-task"
+version = "2"
+description = "A task"
+authors = [{ name = "Ada", email = "ada@example.org" }, { name = "Bob" }]
+keywords = ["files"]
+
+[agent]
+user = "ada"
+network_mode = "no-network"
+
+[verifier]
+user = 0
+network_mode = "public"
+environment = { docker_image = "judge:1", memory = "1G" }
+collect = [{ command = "dump", service = "db", timeout_sec = 5, user = "root" }]
+
+[environment]
+os = "Linux"
+gpus = 2
+gpu_types = ["H100", "A100"]
+tpu = { type = "v6e", topology = "2x4" }
+network_mode = "allowlist"
+allowed_hosts = ["PyPI.example.", "*.example.org", "10.0.0.0/8", "::1"]
+skills_dir = "/skills"
+env = { TOKEN = "${TOKEN}", LEVEL = "${LEVEL:-3}" }
+healthcheck = { command = "curl localhost", interval_sec = 1, start_period_sec = 0, retries = 9 }
+
+[[environment.mcp_servers]]
+name = "files"
+transport = "http"
+url = "http://files/mcp"
+headers = { Authorization = "Bearer ${TOKEN}" }
+
+[[environment.mcp_servers]]
+name = "local"
+transport = "stdio"
+command = "serve"
+args = ["--quiet"]
+
+[solution]
+env = { KEY = "v" }
+"""
+
+
+def test_the_rare_fields_are_recorded_too(tmp_path: Path) -> None:
+    task = load_task(make_task_dir(tmp_path, toml=RARE_TOML))
+    assert task.environment == Environment(
+        gpus=2,
+        gpu_types=("H100", "A100"),
+        tpu=Tpu(type="v6e", topology="2x4"),
+        network_mode="allowlist",
+        allowed_hosts=("pypi.example", "*.example.org", "10.0.0.0/8", "::1"),
+        skills_dir="/skills",
+        env={"TOKEN": "${TOKEN}", "LEVEL": "${LEVEL:-3}"},
+        healthcheck=Healthcheck(command="curl localhost", interval_s=1.0, start_period_s=0.0, retries=9),
+        mcp_servers=(
+            McpServer(
+                name="files",
+                transport="streamable-http",
+                url="http://files/mcp",
+                headers={"Authorization": "Bearer ${TOKEN}"},
+            ),
+            McpServer(name="local", transport="stdio", command="serve", args=("--quiet",)),
+        ),
+    )
+    assert task.agent == AgentSpec(user="ada", network=Network(mode="no-network"))
+    assert task.verifier == VerifierSpec(
+        user=0,
+        network=Network(mode="public"),
+        is_separate=True,
+        environment=Environment(docker_image="judge:1", memory_mb=1024),
+        collect=(Collect(command="dump", service="db", timeout_s=5.0, user="root"),),
+    )
+    assert task.artifacts == (
+        Artifact(source="/app/out"),
+        Artifact(source="/var/log", destination="logs", exclude=("*.gz",), service="db"),
+    )
+    assert task.publication == Publication(
+        name="org/a-task",
+        version="2",
+        description="A task",
+        authors=("Ada <ada@example.org>", "Bob"),
+        keywords=("files",),
+    )
+    assert (task.step_rewards, task.solution_env, task.ignored_keys) == ("final", {"KEY": "v"}, ())
+
+
+STEPS_TOML = """\
+[verifier]
+timeout_sec = 90
+
+[[steps]]
+name = "first"
+min_reward = 0.5
+agent = { timeout_sec = 60 }
+artifacts = ["/app"]
+
+[[steps]]
+name = "second"
+min_reward = { tests = 1 }
+verifier = { timeout_sec = 30 }
+healthcheck = { command = "true" }
+"""
+
+
+def make_steps_dir(root: Path) -> Path:
+    """A task of two steps: the first has tests of its own, the second shares those of the task."""
+    path = make_task_dir(root, toml=STEPS_TOML)
+    (path / "instruction.md").unlink()
+    for name in ("first", "second"):
+        (path / "steps" / name / "tests").mkdir(parents=True)
+        (path / "steps" / name / "instruction.md").write_text(f"Do the {name} part\n")
+    (path / "steps" / "first" / "tests" / "test.sh").touch()
+    return path
+
+
+def test_the_steps_of_a_task_are_read_in_order(tmp_path: Path) -> None:
+    task = load_task(make_steps_dir(tmp_path))
+    first, second = task.steps
+    assert (task.instruction, task.step_rewards, task.verifier.timeout_s) == ("", "mean", 90.0)
+    assert (first.name, first.instruction, first.min_reward) == ("first", "Do the first part", {"reward": 0.5})
+    assert (first.limits, first.artifacts) == (Limits(agent_timeout_s=60.0), (Artifact(source="/app"),))
+    assert first.verifier.timeout_s == 600.0  # Harbor's default: a step does not take the task's
+    assert (second.instruction, second.min_reward) == ("Do the second part", {"tests": 1.0})
+    assert (second.verifier.timeout_s, second.healthcheck) == (30.0, Healthcheck(command="true"))
+
+
+def test_a_step_without_instruction_or_tests_is_refused_with_its_path(tmp_path: Path) -> None:
+    path = make_steps_dir(tmp_path)
+    (path / "tests" / "test.sh").unlink()
+    with pytest.raises(TaskError, match=r"steps/second/tests/test\.sh: no such file"):
+        load_task(path)
+    (path / "steps" / "second" / "tests" / "test.sh").touch()
+    (path / "steps" / "second" / "instruction.md").unlink()
+    with pytest.raises(TaskError, match=r"steps/second/instruction\.md: no such file"):
+        load_task(path)
+
+
+def test_a_windows_task_is_judged_by_its_batch_file(tmp_path: Path) -> None:
+    path = make_task_dir(tmp_path, toml='[environment]\nos = "windows"\n')
+    with pytest.raises(TaskError, match=r"tests/test\.bat: no such file"):
+        load_task(path)
+    (path / "tests" / "test.bat").touch()
+    assert load_task(path).environment.os == "windows"
+
+
+def test_files_that_ask_for_more_are_recorded(tmp_path: Path) -> None:
+    path = make_task_dir(tmp_path)
+    (path / "environment" / "docker-compose.yaml").touch()
+    (path / "trajectory.json").touch()
+    task = load_task(path)
+    assert (task.compose_file, task.has_prior_trajectory) == ("docker-compose.yaml", True)
+
+
+def test_unknown_keys_are_kept_as_ignored_and_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toml = "future = 1\n[verifier]\nrestart_environment = false\n[metadata]\nanything = 2\n"
+    for name in ("a", "b"):
+        make_task_dir(tmp_path, name, toml=toml)
+    tasks = load_tasks(tmp_path)
+    assert [task.ignored_keys for task in tasks] == [("future", "verifier.restart_environment")] * 2
+    assert tasks[0].metadata == {"anything": 2}
+    (line,) = caplog.messages
+    assert line.endswith("future (2), verifier.restart_environment (2)")
+
+
 def test_an_empty_task_toml_gives_harbors_defaults(tmp_path: Path) -> None:
-    task = load_task(make_task_dir(tmp_path))
+    task = load_task(make_task_dir(tmp_path, toml=""))
     assert task.environment == Environment(network_mode="public", build_timeout_s=600.0)
     assert task.verifier == VerifierSpec(timeout_s=600.0)
     assert task.limits.agent_timeout_s is None
@@ -115,18 +304,34 @@ def test_leading_canary_lines_are_stripped_and_later_ones_stay(tmp_path: Path) -
         ('[environment]\nnetwork_mode = "open"\n', ["environment.network_mode", "no-network"]),
         ('[environment]\nallow_internet = "no"\n', ["environment.allow_internet", "true or false"]),
         ("[environment.env]\nA = 1\n", ["environment.env.A", "string"]),
-        ('[environment.env]\nA = "${HOME}"\n', ["environment.env.A", "not supported"]),
-        ('[environment]\nos = "windows"\n', ["environment.os 'windows'"]),
-        ("[environment]\ngpus = 1\n", ["environment.gpus"]),
-        ('[environment]\nallowed_hosts = ["a.b"]\n', ["environment.allowed_hosts"]),
-        ('[[environment.mcp_servers]]\nname = "x"\n', ["environment.mcp_servers"]),
-        ('[environment.healthcheck]\ncommand = "true"\n', ["environment.healthcheck"]),
-        ('[[steps]]\nname = "one"\n', ["steps is not supported"]),
-        ('artifacts = ["/app/out"]\n', ["artifacts is not supported"]),
-        ('[agent]\nuser = "bob"\n', ["agent.user"]),
-        ('[agent]\nnetwork_mode = "no-network"\n', ["agent.network_mode"]),
-        ('[verifier]\nenvironment_mode = "separate"\n', ["verifier.environment_mode 'separate'"]),
-        ('[solution.env]\nA = "b"\n', ["solution.env"]),
+        ('[environment]\nos = "plan9"\n', ["environment.os", "linux or windows", "'plan9'"]),
+        ("[environment]\ngpus = -1\n", ["environment.gpus", "whole number from 0"]),
+        ('[environment]\nmemory = "512K"\n', ["environment.memory", "at least 1M"]),
+        ("[environment]\nmemory_mb = 1.5\n", ["environment.memory_mb", "whole number"]),
+        ('[environment.tpu]\ntype = "v6e"\ntopology = "8"\n', ["environment.tpu.topology", "2x4"]),
+        ('[environment]\nallowed_hosts = ["a.b"]\n', ["environment.allowed_hosts", "allowlist"]),
+        (f'[environment]\n{ALLOW}allowed_hosts = ["https://a.b/c"]\n', ["https://a.b/c", "leave out scheme"]),
+        (f'[environment]\n{ALLOW}allowed_hosts = ["*.1.2.3.4"]\n', ["*.1.2.3.4"]),
+        (f'[environment]\n{ALLOW}allowed_hosts = ["a.*.b"]\n', ["a.*.b"]),
+        (f'[environment]\n{ALLOW}allowed_hosts = ["10.0.0.1/8"]\n', ["10.0.0.1/8"]),
+        ('[[environment.mcp_servers]]\nname = "x"\n', ["environment.mcp_servers[0].url is missing"]),
+        ('[[environment.mcp_servers]]\nname = "x"\ntransport = "stdio"\n', ["mcp_servers[0].command is missing"]),
+        (f'{SERVER}headers = {{ Authorization = "Bearer abc" }}\n', ["headers.Authorization", "credential"]),
+        (f'{SERVER}headers = {{ X-Api-Key = "${{KEY:-abc}}" }}\n', ["headers.X-Api-Key", "credential"]),
+        (f'{SERVER}headers = {{ "a b" = "c" }}\n', ["headers.a b", "no HTTP header"]),
+        ("[environment.healthcheck]\nretries = 2\n", ["environment.healthcheck.command is missing"]),
+        ('[[steps]]\nname = "../up"\n', ["steps[0].name", "'../up'"]),
+        ('[[steps]]\nname = "One"\n[[steps]]\nname = "one"\n', ["'one' occurs twice"]),
+        ('[[steps]]\nname = "one"\nmin_reward = "1"\n', ["steps[0].min_reward"]),
+        ('artifacts = ["/app/../etc"]\n', ["artifacts[0].source", "'..'"]),
+        ('artifacts = [{ source = "/a", destination = "/b" }]\n', ["artifacts[0].destination", "relative"]),
+        ('artifacts = [{ source = "a", service = "db" }]\n', ["artifacts[0].source", "absolute"]),
+        ("artifacts = [3]\n", ["artifacts[0] must be a path or a table"]),
+        ("[agent]\nuser = -1\n", ["agent.user"]),
+        ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ncpus = 1\n', ["contradicts", "'shared'"]),
+        ('[[verifier.collect]]\nservice = "db"\n', ["verifier.collect[0].command is missing"]),
+        ('multi_step_reward_strategy = "best"\n', ["multi_step_reward_strategy", "mean, final"]),
+        ('[task]\nname = "no-org"\n', ["task.name", "org/name"]),
     ],
 )
 def test_a_bad_task_toml_gets_one_line_with_path_and_field(tmp_path: Path, toml: str, words: list[str]) -> None:
@@ -149,8 +354,6 @@ def test_a_bad_task_toml_gets_one_line_with_path_and_field(tmp_path: Path, toml:
         (lambda path: (path / "instruction.md").write_text("# canary\n"), "instruction.md", "write the instruction"),
         (lambda path: (path / "tests" / "test.sh").unlink(), "tests/test.sh", "reward.txt"),
         (lambda path: (path / "environment").rmdir(), "environment", "environment.docker_image"),
-        (lambda path: (path / "environment" / "docker-compose.yaml").touch(), "docker-compose.yaml", "Dockerfile"),
-        (lambda path: (path / "trajectory.json").touch(), "trajectory.json", "remove the file"),
         (lambda path: (path / "tests").rename(path / "t") and (path / "tests").symlink_to("t"), "tests", "symbolic"),
         (
             lambda path: (path / "tests" / "data").mkdir() or (path / "tests" / "data" / "x").symlink_to("/"),

@@ -287,7 +287,7 @@ def test_hard_and_named_families_can_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nowhere", "neither a directory nor a task set"),
+        ("nowhere", "neither a directory of Harbor tasks"),
         ("shell", "no such shell set; the sets are shell:train"),
         ("shell:test", "no such shell set"),
         ("shell:train:nap", "families must be names among"),

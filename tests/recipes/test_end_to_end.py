@@ -198,8 +198,10 @@ def test_a_policy_is_evaluated_taught_from_and_exported(taught: Path, tmp_path: 
 def test_the_oracle_solves_what_nobody_solves(cluster: None, tmp_path: Path) -> None:
     solved = {}
     for harness in (HarnessName.ORACLE, HarnessName.NOP):
-        config = evaluate.Config(run=tmp_path / harness, tasks="humaneval[:5]", episode=EpisodeConfig(harness=harness))
+        episode, job = EpisodeConfig(harness=harness), tmp_path / "jobs" / harness
+        config = evaluate.Config(run=tmp_path / harness, tasks="humaneval[:5]", episode=episode, harbor_job=job)
         solved[harness] = asyncio.run(evaluate.main(config))["solved"]
+        assert json.loads((job / "result.json").read_text())["n_total_trials"] == 5
     assert solved == {HarnessName.ORACLE: 1.0, HarnessName.NOP: 0.0}
 
 

@@ -1,0 +1,93 @@
+"""What an episode does not play is refused by name, and host variables are resolved where they are used."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.errors import SandboxRefused, TaskError
+from envs.harbor import load_task
+from envs.local.provider import LocalProvider
+from envs.playable import refuse_unplayable, unplayable
+from envs.task import AgentSpec, Artifact, Environment, Healthcheck, McpServer, Network, Step, Task, Tpu, VerifierSpec
+from envs.templating import resolve_variables
+from tests.envs.task_dirs import make_task_dir
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return load_task(make_task_dir(tmp_path))
+
+
+def test_a_plain_task_is_played(task: Task) -> None:
+    refuse_unplayable(task)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"steps": (Step(name="one", instruction="Do it"),)}, "steps"),
+        ({"artifacts": (Artifact(source="/app"),)}, "artifacts"),
+        ({"environment": Environment(healthcheck=Healthcheck(command="true"))}, "environment.healthcheck"),
+        ({"environment": Environment(skills_dir="/skills")}, "environment.skills_dir"),
+        ({"environment": Environment(mcp_servers=(McpServer(name="x", url="http://x"),))}, "environment.mcp_servers"),
+        ({"agent": AgentSpec(user="ada")}, "agent.user"),
+        ({"agent": AgentSpec(user=0)}, "agent.user"),
+        ({"agent": AgentSpec(network=Network(mode="allowlist"))}, "agent.network_mode"),
+        ({"verifier": VerifierSpec(user="root")}, "verifier.user"),
+        ({"verifier": VerifierSpec(network=Network(mode="public"))}, "verifier.network_mode"),
+        ({"verifier": VerifierSpec(is_separate=True)}, "verifier.environment_mode separate"),
+        ({"has_prior_trajectory": True}, "trajectory.json"),
+    ],
+)
+def test_what_no_episode_does_is_refused_by_name(task: Task, change: dict[str, Any], name: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        refuse_unplayable(replace(task, **change))
+    message = str(caught.value)
+    assert message.startswith("task a-task: ")
+    assert name in message
+    assert "\n" not in message
+
+
+def test_a_phase_that_names_the_network_of_the_environment_is_played(task: Task) -> None:
+    refuse_unplayable(replace(task, agent=AgentSpec(network=Network(mode="no-network"))))
+
+
+def test_a_host_variable_that_is_missing_is_refused_by_name(task: Task) -> None:
+    wants = replace(task, verifier=VerifierSpec(env={"KEY": "${JUDGE_KEY}"}))
+    assert list(unplayable(wants, host={"JUDGE_KEY": "k"})) == []
+    with pytest.raises(TaskError, match="the host has no variable JUDGE_KEY; export it"):
+        refuse_unplayable(wants, host={})
+
+
+def test_a_template_takes_the_host_variable_or_else_its_default() -> None:
+    env = {"A": "${X}", "B": "${Y:-two words}", "C": "${X:-other}", "D": "${Z:-}", "E": "a${X}b", "F": "$X"}
+    assert resolve_variables(env, host={"X": "", "Q": "q"}) == {
+        "A": "",
+        "B": "two words",
+        "C": "",
+        "D": "",
+        "E": "a${X}b",
+        "F": "$X",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"network_mode": "public"}, "public network"),
+        ({"network_mode": "allowlist"}, "allowlist"),
+        ({"gpus": 1}, "gpus"),
+        ({"tpu": Tpu(type="v6e", topology="2x4")}, "tpu"),
+        ({"os": "windows"}, "os windows"),
+    ],
+)
+def test_the_local_provider_refuses_by_name_what_no_box_has(task: Task, environment: dict[str, Any], name: str) -> None:
+    options: dict[str, Any] = {"network_mode": "no-network"} | environment
+    asks = replace(task, environment=Environment(**options))
+    with pytest.raises(SandboxRefused, match=name):
+        LocalProvider().check(asks)
+    with pytest.raises(SandboxRefused, match="compose"):
+        LocalProvider().check(replace(task, compose_file="docker-compose.yaml"))
+    LocalProvider().check(task)
