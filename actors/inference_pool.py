@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from actors.calls import call
-from actors.errors import ClusterError
+from actors.errors import ActorDied, ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
 from actors.inference_engine import LoadReport
 from actors.inference_errors import ServerNotReady, ServerStartError
@@ -78,7 +78,13 @@ class ServerHandle:
         await self.refresh(deadline_s)
 
     async def _call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        return await call(getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}")
+        try:
+            return await call(
+                getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}"
+            )
+        except ActorDied:
+            self.health = None  # what it served last counts no more: it may come back with anything
+            raise
 
 
 class InferencePool:

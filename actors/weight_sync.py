@@ -108,10 +108,11 @@ class WeightSync:
         """Mean |server - learner| of the probe's log-probabilities, both on the same weights, over all syncs."""
         return sum(self._gaps) / len(self._gaps) if self._gaps else float("nan")
 
-    async def publish(self, version: PolicyVersion) -> dict[str, float]:
+    async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
         """Stages the source's weights as `version` and has every server load and prove them.
 
-        Returns metrics under "sync/"; without barrier those of the servers come with the next publish. Raises
+        With `barrier` every living server has it when this returns, whatever the config says. Returns metrics under
+        "sync/"; without barrier those of the servers come with the next publish. Raises
         WeightSyncTimeout naming phase and server, VersionProofError naming server and tensors, WeightSyncError when no
         server is left.
         """
@@ -120,7 +121,7 @@ class WeightSync:
             began = time.perf_counter()
             self._published = await self._stage(version)
             metrics["sync/stage_s"] = time.perf_counter() - began
-            if self._config.barrier or not self._served:
+            if barrier or self._config.barrier or not self._served:
                 return metrics | await self._roll(self._published)
             self._follower = asyncio.create_task(self._roll(self._published))
             return metrics
