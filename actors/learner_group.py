@@ -130,7 +130,13 @@ class LearnerGroup:
         """How torch shards the weights: the class that `fully_shard` made of the network."""
 
     async def start(self) -> None:
-        """Starts all ranks on the first weights."""
+        """Starts all ranks on the first weights; LearnerLost when one dies meanwhile."""
+        try:
+            await self._start()
+        except ActorDied as error:
+            raise LearnerLost(f"the learner did not start: {error}") from error
+
+    async def _start(self) -> None:
         config = self._config
         # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
         actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from actors.calls import call
-from actors.errors import ActorDied, ClusterError
+from actors.errors import ActorDied, ClusterError, DeadlineMissed
 from envs.task import Task
 from trajectories.handle import GroupHandle, Location
 
@@ -55,7 +55,8 @@ class RolloutFleet:
     async def play(self, task: Task, group_id: str, size: int) -> GroupHandle:
         """Plays one Group on the least loaded worker.
 
-        Raises ActorDied when no worker is left or the Group outlived too many, DeadlineMissed when it does not end.
+        A worker that does not answer in time is ended like a dead one. Raises ActorDied when none is left, or when the
+        Group outlived too many.
         """
         for _ in range(self._max_reissues + 1):
             index = self._least_loaded()
@@ -72,9 +73,9 @@ class RolloutFleet:
                 )
                 place.reported(handle.location)
                 return handle
-            except ActorDied as died:
-                logger.warning("group=%s worker=%d %s", group_id, index, _first_line(died))
-                await self._bring_back(index, life)
+            except (ActorDied, DeadlineMissed) as failure:
+                logger.warning("group=%s worker=%d %s", group_id, index, _first_line(failure))
+                await self._bring_back(index, life, is_stuck=isinstance(failure, DeadlineMissed))
                 if (found := place.found.pop(group_id, None)) is not None:
                     self.num_found += 1
                     return found
@@ -108,13 +109,15 @@ class RolloutFleet:
             raise ActorDied("no rollout worker is left: all died and did not come back; add nodes and start again")
         return min(living, key=lambda index: sum(self._places[index].running.values()))
 
-    async def _bring_back(self, index: int, life: int) -> None:
+    async def _bring_back(self, index: int, life: int, *, is_stuck: bool) -> None:
         """Returns when the worker is back, or out of the fleet, and what its dead process had stored is known."""
         place = self._places[index]
         async with place.mending:  # the first of its Groups to notice does it for all
             if place.life != life:
                 return
             place.life += 1
+            if is_stuck:
+                ray.kill(self.workers[index], no_restart=False)
             if await self._is_back(index):
                 self.num_restarts += 1
             else:

@@ -87,6 +87,8 @@ class RolloutPool:
         self._queue = asyncio.Lock()
         self.sandbox = sandbox
         """What isolates the rollouts, as the workers report it."""
+        self.num_played = 0
+        """Groups that came to their end."""
 
     async def play(self, request: GroupRequest, size: int, ledger: Ledger | None = None) -> GroupHandle:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
@@ -97,6 +99,7 @@ class RolloutPool:
             if ledger is not None:
                 ledger.run(request.group_id)
             handle = await self.fleet.play(request.task, request.group_id, size)
+            self.num_played += 1
             if ledger is not None:
                 ledger.finish(handle.group_id, handle.location)
             return handle

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from actors.errors import ActorDied
 from actors.inference_engine import LoadReport
-from actors.inference_errors import ServerNotReady, WeightSyncError
+from actors.inference_errors import NoServerLeft, ServerNotReady, WeightSyncError
 from actors.sync_config import SyncConfig
 from actors.version_proof import (
     Published,
@@ -112,9 +112,8 @@ class WeightSync:
         """Stages the source's weights as `version` and has every server load and prove them.
 
         With `barrier` every living server has it when this returns, whatever the config says. Returns metrics under
-        "sync/"; without barrier those of the servers come with the next publish. Raises
-        WeightSyncTimeout naming phase and server, VersionProofError naming server and tensors, WeightSyncError when no
-        server is left.
+        "sync/"; without barrier those of the servers come with the next publish. Raises WeightSyncTimeout naming phase
+        and server, VersionProofError naming server and tensors, NoServerLeft when all are down.
         """
         async with self._order:
             metrics = await self._settle()
@@ -162,7 +161,7 @@ class WeightSync:
                 version = version_label(published.manifest.version)
                 logger.warning("server=%s is down, version=%s waits for it: %s", server.name, version, error)
         if not reports:
-            raise WeightSyncError(f"no server took version {version_label(published.manifest.version)}: all are down")
+            raise NoServerLeft(f"no server took version {version_label(published.manifest.version)}: all are down")
         self.num_syncs += 1
         self.num_syncs_in_flight += any(report.num_in_flight for report in reports.values())
         return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._is_alarming(gaps))}

@@ -22,7 +22,7 @@ from envs.tasksets import resolve_tasks
 from recipes.launch import launch
 from recipes.play import Served, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
-from recipes.run import Run
+from recipes.run import Run, finished_summary
 from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
 from trajectories.schema import DEFAULT_TREATMENTS
@@ -57,6 +57,9 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Evaluates and returns the summary that it wrote."""
+    if (done := finished_summary(config.run, config)) is not None:
+        print(f"{config.run} is finished: solved {done['solved']:.4f}; nothing to do")
+        return done
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
         player = player_of(config.policy, config.episode)
@@ -66,7 +69,7 @@ async def main(config: Config) -> dict[str, Any]:
                 greedy = dataclasses.replace(config.episode.sampling, temperature=0.0)
                 episode = dataclasses.replace(config.episode, sampling=greedy)
                 summary["greedy"] = await _evaluate(config, run, tasks, served, episode, attempts=1)
-        run.summary(summary)
+        run.summary(summary | {"finished": True})
         for name, part in (("sampled", summary), ("greedy", summary.get("greedy"))):
             if part:
                 print(_line(name, part))

@@ -7,7 +7,7 @@ Called by recipes/rloo.py; the rollout stream draws from it.
 
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from actors.rollout_pool import GroupRequest
@@ -68,11 +68,12 @@ class Schedule:
                 reusable += self._stand(attempts[-1], newest_step)
         return reusable
 
-    def go_back(self, newest_step: int) -> list[str]:
-        """After a restore in this process, whose other Groups live on: ids of those trained on that may be reused."""
+    def go_back(self, newest_step: int, is_alive: Callable[[str], bool]) -> list[str]:
+        """After a restore in this process: ids of Groups that may be reused, but for those that are alive in it."""
         reusable: list[str] = []
         for row in list(self._ledger.index.groups()):
-            if row.state is GroupState.CONSUMED and not self._ledger.is_consumed(row.group_id):
+            is_open = row.state is GroupState.CONSUMED and not self._ledger.is_consumed(row.group_id)
+            if (is_open or row.state is GroupState.FINISHED) and not is_alive(row.group_id):
                 reusable += self._stand(row, newest_step)
         return reusable
 

@@ -163,6 +163,10 @@ class GroupBuffer:
         self._notify()
         return handle.group_id in self._live
 
+    def holds(self, group_id: str) -> bool:
+        """Whether the Group has a permit now: admitted, running or buffered."""
+        return group_id in self._live
+
     def readmit(self, handle: GroupHandle) -> bool:
         """Takes a Group in that was finished before a restart or restore; False when it was given back at once."""
         if handle.group_id in self._live:

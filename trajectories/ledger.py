@@ -132,7 +132,7 @@ class Ledger:
     def frontier(self, version: PolicyVersion) -> Frontier:
         """Where the ledger stands for weights of `version`, all of it on the disk when this returns."""
         self.flush()
-        return Frontier(journal_bytes=self._journal.num_bytes, num_consumed=self._num_behind(version))
+        return Frontier(journal_bytes=self._journal.num_bytes, num_consumed=count_behind(self._index, version))
 
     def check_frontier(self, frontier: Frontier, version: PolicyVersion) -> None:
         """Raises LedgerError when the journal lacks something that the checkpoint of `version` was made with."""
@@ -141,7 +141,7 @@ class Ledger:
                 f"{self._journal.path} has {self._journal.num_bytes} bytes, but had {frontier.journal_bytes} when the "
                 "checkpoint was written: restore the journal from a copy, or start over in another run directory"
             )
-        if (num_behind := self._num_behind(version)) != frontier.num_consumed:
+        if (num_behind := count_behind(self._index, version)) != frontier.num_consumed:
             raise LedgerError(
                 f"{self._journal.path} counts {num_behind} Groups behind the checkpoint, which was made with "
                 f"{frontier.num_consumed}: journal and checkpoint are of different runs"
@@ -173,11 +173,6 @@ class Ledger:
     ) -> None:
         self.close()
 
-    def _num_behind(self, version: PolicyVersion) -> int:
-        parents = {child: parent for child, parent in self._index.parents().items() if parent is not None}
-        reaches = {**ancestry_of(version.lineage, parents).forks, version.lineage: version.n}
-        return sum(self._index.num_consumed(lineage, n) for lineage, n in reaches.items())
-
     def _check(self, group_id: str, state: GroupState) -> GroupRow | None:
         known = self._index.group(group_id)
         before = None if known is None else known.state
@@ -194,3 +189,10 @@ class Ledger:
         self._waiting.append(list(row))
         if len(self._waiting) >= self._batch or now - self._waits_since >= self._batch_s:
             self.write()
+
+
+def count_behind(index: LedgerIndex, version: PolicyVersion) -> int:
+    """Number of Groups that optimizer steps behind the weights of `version` were taken on."""
+    parents = {child: parent for child, parent in index.parents().items() if parent is not None}
+    reaches = {**ancestry_of(version.lineage, parents).forks, version.lineage: version.n}
+    return sum(index.num_consumed(lineage, n) for lineage, n in reaches.items())

@@ -110,10 +110,6 @@ class LedgerIndex:
         for found in self._database.execute("SELECT * FROM groups ORDER BY slot, length(group_id), group_id"):
             yield _row(found)
 
-    def count(self, state: GroupState) -> int:
-        """Number of Groups in the state."""
-        return self._number("SELECT COUNT(*) FROM groups WHERE state = ?", state.value)
-
     def locations(self, group_id: str) -> list[Location]:
         """Where its frames lie: none before it finished, more than one only if it was played twice."""
         found = self._database.execute("SELECT segment, start, length FROM frames WHERE group_id = ?", (group_id,))
@@ -145,10 +141,6 @@ class LedgerIndex:
     def next_slot(self) -> int:
         """The first slot that no Group was issued for."""
         return self._number("SELECT COALESCE(MAX(slot) + 1, 0) FROM groups")
-
-    def num_slots(self) -> int:
-        """Slots that at least one Group was issued for; fewer than `next_slot` means that one was skipped."""
-        return self._number("SELECT COUNT(DISTINCT slot) FROM groups")
 
     def parents(self) -> dict[int, PolicyVersion | None]:
         """Lineage -> the version that it was restored from; None for the first."""
