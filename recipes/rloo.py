@@ -206,14 +206,14 @@ async def _train(config: Config, parts: "_Parts", groups: Sequence[GroupHandle])
     return metrics
 
 
-async def _publish(parts: "_Parts") -> dict[str, float]:
+async def _publish(parts: "_Parts", *, barrier: bool = False) -> dict[str, float]:
     """Publishes the present version; while every server is down it waits for one that comes back."""
     try:
-        return await parts.weights.publish(parts.progress.version)
+        return await parts.weights.publish(parts.progress.version, barrier=barrier)
     except NoServerLeft as error:
         logger.warning("%s", error)
         await parts.servers.until_one_serves()
-        return await parts.weights.publish(parts.progress.version)
+        return await parts.weights.publish(parts.progress.version, barrier=barrier)
 
 
 async def _restore_learner(config: Config, run: Run, parts: "_Parts", lost: LearnerLost, bar: Bar) -> None:
@@ -225,8 +225,7 @@ async def _restore_learner(config: Config, run: Run, parts: "_Parts", lost: Lear
     await parts.learner.restart()
     progress.version = await restore(run, parts.learner, parts.ledger)
     progress.is_whole = True
-    await parts.servers.until_one_serves()
-    await parts.weights.publish(progress.version, barrier=True)
+    await _publish(parts, barrier=True)
     parts.buffer.restore(progress.version)
     again = parts.schedule.go_back(progress.version.n + config.max_staleness, parts.buffer.holds)
     counts = await reuse_groups(again, parts.rollouts, parts.ledger, parts.buffer)

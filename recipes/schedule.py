@@ -62,7 +62,7 @@ class Schedule:
         A Group that was trained on in an abandoned lineage, later than at version `newest_step`, cannot be fresh.
         """
         reusable: list[str] = []
-        for _, rows in groupby(self._ledger.index.groups(), key=lambda row: row.slot):
+        for _, rows in groupby(list(self._ledger.index.groups()), key=lambda row: row.slot):
             attempts = list(rows)
             if not any(row.state is GroupState.CONSUMED and self._ledger.is_consumed(row.group_id) for row in attempts):
                 reusable += self._stand(attempts[-1], newest_step)

@@ -52,7 +52,7 @@ PLACED = {
     "recipes.harvest": ("--rollouts.resources.num-cpus", "1", "--rollouts.num-workers", "2"),
     "recipes.rloo": (
         *("--rollouts.resources.num-cpus", "1", "--rollouts.num-workers", "2", "--learner.resources.num-cpus", "1"),
-        *("--server.num-cpus", "1", "--num-servers", "2"),
+        *("--policy.server.num-cpus", "1", "--policy.num-servers", "2"),
     ),
 }
 """Flags that keep a recipe's actors off the head of a cluster whose head has no CPUs."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import describe_hardware
 from tests.faults.bed import HARVEST, PLACED, RLOO, Victim, run_with_kill, three_raylets
 
 VICTIMS = {
@@ -103,7 +103,7 @@ def _write(config: Config, cases: list[dict[str, Any]], seconds: float) -> None:
         "audit_findings": sum(case.get("findings", 0) for case in cases),
         "seconds": round(seconds, 1),
     }
-    result = {"hardware": hardware(), "figures": figures, "seed": config.seed, "cases": cases}
+    result = {"hardware": describe_hardware(), "figures": figures, "seed": config.seed, "cases": cases}
     config.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
