@@ -219,9 +219,7 @@ def test_pinned_facts_must_be_found_unchanged(tmp_path: Path):
         run.pin("tasks", {"count": 24, "digest": "ab"})
     with Run.open(tmp_path, Config()) as run:
         run.pin("tasks", {"count": 24, "digest": "ab"})
-        with pytest.raises(
-            ValueError, match="made with other tasks: count was 24, is 30; digest was 'ab', is 'cd'. Give"
-        ):
+        with pytest.raises(ValueError, match="other tasks: count was 24, is 30; digest was 'ab', is 'cd'"):
             run.pin("tasks", {"count": 30, "digest": "cd"})
 
 
