@@ -61,11 +61,16 @@ class Schedule:
 
         A Group that was trained on in an abandoned lineage, later than at version `newest_step`, cannot be fresh.
         """
+        self._next_slot = self._ledger.index.next_slot()
+        unknown = set(range(self._next_slot))
         reusable: list[str] = []
-        for _, rows in groupby(list(self._ledger.index.groups()), key=lambda row: row.slot):
+        for slot, rows in groupby(list(self._ledger.index.groups()), key=lambda row: row.slot):
             attempts = list(rows)
+            unknown.discard(slot)
             if not any(row.state is GroupState.CONSUMED and self._ledger.is_consumed(row.group_id) for row in attempts):
                 reusable += self._stand(attempts[-1], newest_step)
+        for slot in unknown:  # a power failure took the issue, and left a later Group in the store
+            heapq.heappush(self._due, (slot, self._first_group(slot)))
         return reusable
 
     def go_back(self, newest_step: int, is_alive: Callable[[str], bool]) -> list[str]:
@@ -100,12 +105,15 @@ class Schedule:
         elif self._num_slots is None or self._next_slot < self._num_slots:
             slot = self._next_slot
             self._next_slot += 1
-            epoch, place = divmod(slot, len(self._tasks))
-            group_id = f"{self._shuffled(epoch)[place]}@{epoch}.0"
+            group_id = self._first_group(slot)
         else:
             return None
         self._ledger.issue(group_id, slot)
         return GroupRequest(task=self._tasks[group_id.rpartition("@")[0]], group_id=group_id)
+
+    def _first_group(self, slot: int) -> str:
+        epoch, place = divmod(slot, len(self._tasks))
+        return f"{self._shuffled(epoch)[place]}@{epoch}.0"
 
     def _shuffled(self, epoch: int) -> list[str]:
         if epoch != self._epoch:

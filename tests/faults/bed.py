@@ -118,14 +118,15 @@ def three_raylets() -> Iterator[tuple[Mapping[str, str], list[int]]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.three_raylets"],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        yield {"RAY_ADDRESS": facts["address"], "PYTHONPATH": str(ROOT)}, facts["raylets"]
+        facts = json.loads(next(line for line in process.stdout if line.startswith("{")))
+        yield {"RAY_ADDRESS": facts["address"]}, facts["raylets"]
     finally:
         assert process.stdin is not None
         process.stdin.close()

@@ -115,3 +115,14 @@ def test_after_a_restore_in_this_process_only_what_is_not_alive_is_looked_at(led
     alive = {ids[2], ids[3]}
     assert plan.go_back(1, alive.__contains__) == [ids[0], ids[1]], "one trained on, one taken for the step that failed"
     assert plan.slot_of(take(iter(plan), 1)[0]) == 4, "what is alive is not issued again"
+
+
+def test_a_slot_whose_issue_a_power_failure_took_is_not_skipped(ledger: Ledger, tmp_path: Path):
+    with Ledger(tmp_path / "before") as lost:
+        ids = take(iter(schedule(lost)), 3)
+    ledger.finish(ids[2], Location(segment="w.seg", offset=0, length=1), slot=2)  # all that is left, in the store
+    plan = schedule(ledger)
+    assert plan.go_on(0) == [ids[2]]
+    requests = iter(plan)
+    assert take(requests, 2) == ids[:2]
+    assert plan.slot_of(take(requests, 1)[0]) == 3
