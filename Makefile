@@ -25,8 +25,8 @@ marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)
 
-faults: setup ## kills every part of a run at random moments; tens of minutes, result in faults.json
-	$(PY) -m tests.faults.matrix --out faults.json $(ARGS)
+faults: setup ## kills every part of a run at random moments; takes an hour or so
+	$(PY) -m tests.faults.matrix --out benchmarks/results/faults.json $(ARGS)
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

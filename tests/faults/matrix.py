@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import tyro
 
 from benchmarks.hardware import describe_hardware
+from recipes.record import code_revision
 from tests.faults.bed import HARVEST, PLACED, RLOO, Victim, run_with_kill, three_raylets
 
 VICTIMS = {
@@ -103,7 +105,14 @@ def _write(config: Config, cases: list[dict[str, Any]], seconds: float) -> None:
         "audit_findings": sum(case.get("findings", 0) for case in cases),
         "seconds": round(seconds, 1),
     }
-    result = {"hardware": describe_hardware(), "figures": figures, "seed": config.seed, "cases": cases}
+    result = {
+        "hardware": describe_hardware(),
+        "figures": figures,
+        "command": "python -m tests.faults.matrix " + " ".join(sys.argv[1:]),
+        "revision": code_revision(),
+        "seed": config.seed,
+        "cases": cases,
+    }
     config.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
