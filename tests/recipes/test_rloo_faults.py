@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -180,6 +181,7 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
         finally:
             await worker._close()
 
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power, and a busy disk takes seconds
     monkeypatch.setattr(rloo, "start_cluster", nothing)
     monkeypatch.setattr(rloo, "require", lambda demands: None)
     monkeypatch.setattr(rloo, "start_learner_group", learner)
