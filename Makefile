@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 MARKED := ray or vllm or sandbox or slow
 
-.PHONY: help setup demo test unit marked exhaustive lint format lock clean
+.PHONY: help setup demo test unit marked exhaustive faults lint format lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,6 +24,9 @@ marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
 
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)
+
+faults: setup ## kills every part of a run at random moments; takes an hour or so
+	$(PY) -m tests.faults.matrix --out benchmarks/results/faults.json $(ARGS)
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

@@ -5,6 +5,8 @@ Invariant: what a Cluster started ends with it. Called by recipes; the fleets th
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -66,6 +68,7 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
     joining = {} if address else {"num_cpus": max(2, os.cpu_count() or 2), "include_dashboard": False}
     if not address:
         joining["object_store_memory"] = config.object_store_mb << 20
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address,
         logging_level=logging.ERROR,  # its warnings speak of defaults that this project chose
@@ -73,6 +76,8 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
         runtime_env={"env_vars": _worker_environment(joined=bool(address))},
         **joining,
     )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray's own exits at once; a recipe's saves the run first
     logger.info("cluster address=%s nodes=%d", address or "local", len(ray.nodes()))
     try:
         yield

@@ -10,6 +10,7 @@ SamplerError (envs.errors)      a rollout's request got no Completion        -> 
 ClusterError (actors.errors)
 +-- ServerStartError            a server did not come up
 +-- WeightSyncError             a weight update did not reach a server
+    +-- NoServerLeft            all servers are down; those that come back get the version then
     +-- WeightSyncTimeout       a phase outlived its deadline
     +-- VersionProofError       the server does not serve the weights that its version names
 """
@@ -36,6 +37,10 @@ class ServerStartError(ClusterError):
 
 class WeightSyncError(ClusterError):
     """A weight update failed; the message names the phase and the server."""
+
+
+class NoServerLeft(WeightSyncError):
+    """No server took a version, because all are down; one that comes back gets it before it samples."""
 
 
 class WeightSyncTimeout(WeightSyncError):

@@ -6,6 +6,7 @@ Called by recipes (`start_inference_pool`) and by actors/weight_sync.py, whose t
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 
 from actors.calls import call
-from actors.errors import ClusterError
+from actors.errors import ActorDied, ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
 from actors.inference_engine import LoadReport
 from actors.inference_errors import ServerNotReady, ServerStartError
@@ -26,6 +27,7 @@ from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 FIRST_VERSION = PolicyVersion(lineage=0, n=0)
 
 
@@ -78,7 +80,13 @@ class ServerHandle:
         await self.refresh(deadline_s)
 
     async def _call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        return await call(getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}")
+        try:
+            return await call(
+                getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}"
+            )
+        except ActorDied:
+            self.health = None  # what it served last counts no more: it may come back with anything
+            raise
 
 
 class InferencePool:
@@ -106,6 +114,16 @@ class InferencePool:
     def oldest_version(self) -> PolicyVersion | None:
         """The oldest version that a server still samples with; None while none samples."""
         return min((server.version for server in self.servers if server.version is not None), default=None)
+
+    async def until_one_serves(self) -> None:
+        """Returns when a server samples; ServerStartError naming all when none does within `start_timeout_s`."""
+        limit = self._config.start_timeout_s
+        deadline = time.monotonic() + limit
+        while self.oldest_version() is None:
+            if time.monotonic() > deadline:
+                names = ", ".join(server.name for server in self.servers)
+                raise ServerStartError(f"all servers died ({names}) and none came back within {limit:g} s")
+            await asyncio.sleep(_POLL_S)
 
     def heal_with(self, heal: Callable[[ServerHandle], Awaitable[None]]) -> None:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""

@@ -1,11 +1,13 @@
 """The learner group: one actor per rank, driven as one Learner.
 
-Invariant: every verb runs on all ranks or the run ends; ranks get equal numbers of micro-batches, so none waits alone.
+Invariant: every verb runs on all ranks or raises; ranks get equal numbers of micro-batches, so none waits alone. After
+LearnerLost nothing runs until `restart`, which makes all ranks anew with the first weights: no rank outlives another.
 Called by recipes; learners/learner.py holds the numbers.
 """
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,10 +18,14 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.errors import ActorDied, LearnerLost
 from actors.weight_stage import Manifest, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
 from trajectories.schema import PolicyVersion
+
+_DEATH_NOTICE_S = 20.0
+"""How long after one rank's failure Ray may take to tell that it was another one's death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,8 @@ class LearnerGroupConfig:
     num_ranks: int = 1
     step_deadline_s: float = 3600.0
     start_deadline_s: float = 600.0
+    max_restarts: int = 3
+    """How often dead ranks are made good between two checkpoints; one more death ends the run."""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -108,13 +116,55 @@ class LearnerRank:
 class LearnerGroup:
     """All ranks as one Learner; made by `start_learner_group`."""
 
-    def __init__(self, config: LearnerGroupConfig, ranks: list[Any], *, world_size: int, sharding: str) -> None:
+    def __init__(self, config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path) -> None:
         self._config = config
-        self._ranks = ranks
-        self.world_size = world_size
+        self._learner = learner
+        self._model = model
+        self._store = store
+        self._ranks: list[Any] = []
+        self.num_restarts = 0
+        """Times that dead ranks were made good."""
+        self.world_size = 0
         """Number of ranks as torch.distributed reports it."""
-        self.sharding = sharding
+        self.sharding = ""
         """How torch shards the weights: the class that `fully_shard` made of the network."""
+
+    async def start(self) -> None:
+        """Starts all ranks on the first weights; LearnerLost when one dies meanwhile."""
+        try:
+            await self._start()
+        except ActorDied as error:
+            raise LearnerLost(f"the learner did not start: {error}") from error
+
+    async def _start(self) -> None:
+        config = self._config
+        # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
+        actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
+        self._ranks = [
+            actor.remote(self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads)
+            for rank in range(config.num_ranks)
+        ]
+        limit = config.start_deadline_s
+        address = await call(self._ranks[0].rendezvous, deadline_s=limit, what="start of learner rank 0")
+        built = await asyncio.gather(
+            *(
+                call(rank.build, address, deadline_s=limit, what=f"build of learner rank {index}")
+                for index, rank in enumerate(self._ranks)
+            )
+        )
+        self.world_size, self.sharding = built[0]
+
+    async def restart(self) -> None:
+        """Ends what is left of the ranks and starts all anew, on the first weights; `load` restores a checkpoint."""
+        self.kill()
+        await self.start()
+        self.num_restarts += 1
+
+    def kill(self) -> None:
+        """Ends every rank's process."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
 
     async def forward_backward(self, plan: BatchPlan, loss: LossConfig) -> dict[str, float]:
         """Gradients of one step over all ranks; metrics are the same on each, reduced there."""
@@ -151,15 +201,36 @@ class LearnerGroup:
         return (await self._each("probe_logprobs", [(ids,)] * len(self._ranks)))[0]
 
     async def _each(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """The verb's result on every rank; LearnerLost when one's process is gone."""
         arguments = arguments or [()] * len(self._ranks)
-        return await asyncio.gather(
-            *(
-                call(
-                    getattr(rank, verb), *args, deadline_s=self._config.step_deadline_s, what=f"{verb} on rank {index}"
-                )
-                for index, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True))
-            )
-        )
+        limit = self._config.step_deadline_s
+        calls = [
+            asyncio.ensure_future(call(getattr(rank, verb), *args, deadline_s=limit, what=f"{verb} on rank {index}"))
+            for index, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True))
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except Exception as error:
+            if (death := await _death_behind(error, calls)) is not None:
+                raise LearnerLost(f"the learner is lost: {death}") from death
+            raise
+        finally:
+            for each in calls:
+                each.cancel()
+
+
+async def _death_behind(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> ActorDied | None:
+    """The death that explains a rank's failure: others see their connection to it break, often before Ray tells."""
+    deadline = time.monotonic() + _DEATH_NOTICE_S
+    pending: set[asyncio.Future[Any]] = set(calls)
+    while not isinstance(error, ActorDied):
+        limit = max(0.0, deadline - time.monotonic())
+        done, pending = await asyncio.wait(pending, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        errors = [each.exception() for each in done]
+        error = next((each for each in errors if isinstance(each, ActorDied)), error)
+        if not done or not pending:
+            break
+    return error if isinstance(error, ActorDied) else None
 
 
 @asynccontextmanager
@@ -167,21 +238,9 @@ async def start_learner_group(
     config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path
 ) -> AsyncIterator[LearnerGroup]:
     """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
-    # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
-    actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
-    ranks = [
-        actor.remote(learner, model, store, rank=rank, num_ranks=config.num_ranks, threads=config.resources.threads)
-        for rank in range(config.num_ranks)
-    ]
+    group = LearnerGroup(config, learner, model=model, store=store)
     try:
-        address = await call(ranks[0].rendezvous, deadline_s=config.start_deadline_s, what="start of learner rank 0")
-        built = await asyncio.gather(
-            *(
-                call(rank.build, address, deadline_s=config.start_deadline_s, what=f"build of learner rank {index}")
-                for index, rank in enumerate(ranks)
-            )
-        )
-        yield LearnerGroup(config, ranks, world_size=built[0][0], sharding=built[0][1])
+        await group.start()
+        yield group
     finally:
-        for rank in ranks:
-            ray.kill(rank)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        group.kill()

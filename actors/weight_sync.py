@@ -18,7 +18,7 @@ from typing import Protocol
 
 from actors.errors import ActorDied
 from actors.inference_engine import LoadReport
-from actors.inference_errors import ServerNotReady, WeightSyncError
+from actors.inference_errors import NoServerLeft, ServerNotReady, WeightSyncError
 from actors.sync_config import SyncConfig
 from actors.version_proof import (
     Published,
@@ -108,19 +108,19 @@ class WeightSync:
         """Mean |server - learner| of the probe's log-probabilities, both on the same weights, over all syncs."""
         return sum(self._gaps) / len(self._gaps) if self._gaps else float("nan")
 
-    async def publish(self, version: PolicyVersion) -> dict[str, float]:
+    async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
         """Stages the source's weights as `version` and has every server load and prove them.
 
-        Returns metrics under "sync/"; without barrier those of the servers come with the next publish. Raises
-        WeightSyncTimeout naming phase and server, VersionProofError naming server and tensors, WeightSyncError when no
-        server is left.
+        With `barrier` every living server has it when this returns, whatever the config says. Returns metrics under
+        "sync/"; without barrier those of the servers come with the next publish. Raises WeightSyncTimeout naming phase
+        and server, VersionProofError naming server and tensors, NoServerLeft when all are down.
         """
         async with self._order:
             metrics = await self._settle()
             began = time.perf_counter()
             self._published = await self._stage(version)
             metrics["sync/stage_s"] = time.perf_counter() - began
-            if self._config.barrier or not self._served:
+            if barrier or self._config.barrier or not self._served:
                 return metrics | await self._roll(self._published)
             self._follower = asyncio.create_task(self._roll(self._published))
             return metrics
@@ -161,7 +161,7 @@ class WeightSync:
                 version = version_label(published.manifest.version)
                 logger.warning("server=%s is down, version=%s waits for it: %s", server.name, version, error)
         if not reports:
-            raise WeightSyncError(f"no server took version {version_label(published.manifest.version)}: all are down")
+            raise NoServerLeft(f"no server took version {version_label(published.manifest.version)}: all are down")
         self.num_syncs += 1
         self.num_syncs_in_flight += any(report.num_in_flight for report in reports.values())
         return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._is_alarming(gaps))}

@@ -28,7 +28,7 @@ from recipes.harbor_config import read_harbor_job
 from recipes.launch import launch
 from recipes.play import Served, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
-from recipes.run import Run
+from recipes.run import Run, finished_summary
 from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
 from trajectories.harbor_job import write_harbor_job
@@ -68,6 +68,9 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Evaluates and returns the summary that it wrote."""
+    if (done := finished_summary(config.run, config)) is not None:
+        print(f"{config.run} is finished: solved {done['solved']:.4f}; nothing to do")
+        return done
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
         player = player_of(config.policy, config.episode)
@@ -77,7 +80,7 @@ async def main(config: Config) -> dict[str, Any]:
                 greedy = dataclasses.replace(config.episode.sampling, temperature=0.0)
                 episode = dataclasses.replace(config.episode, sampling=greedy)
                 summary["greedy"] = await _evaluate(config, run, tasks, served, episode, attempts=1)
-        run.summary(summary)
+        run.summary(summary | {"finished": True})
         if config.harbor_job is not None:
             trajectories = (each for _, group in scan(config.run / "store") for each in group.trajectories)
             write_harbor_job(trajectories, config.harbor_job, harbor_job_of(config.run))

@@ -18,7 +18,7 @@ from envs.tasksets import resolve_tasks
 from recipes.launch import launch
 from recipes.play import play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
-from recipes.run import Run
+from recipes.run import Run, finished_summary
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS
 
@@ -49,6 +49,9 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Harvests and returns the summary that it wrote."""
+    if (done := finished_summary(config.run, config)) is not None:
+        print(f"{config.run} is finished: {done['harvested']} trajectories; nothing to do")
+        return done
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
         player = player_of(config.policy, config.episode)
@@ -64,7 +67,7 @@ async def main(config: Config) -> dict[str, Any]:
                 what="harvesting",
             )
         summary = summarize_groups(handles, DEFAULT_TREATMENTS) | facts | {"harvested": _num_trajectories(handles)}
-        run.summary(summary)
+        run.summary(summary | {"finished": True})
         print(f"harvested {summary['harvested']} trajectories of {len(handles)} tasks to {config.run / 'store'}")
         return summary
 

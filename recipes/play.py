@@ -3,7 +3,7 @@
 Invariant: each (Task, attempt) is in the store exactly once, however often the run is started again.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,16 @@ from typing import Any
 
 from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import start_inference_pool
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, start_rollout_pool
 from envs.build import EpisodeConfig, HarnessName
 from envs.sampler import Sampler
 from envs.task import Task
 from recipes.policies import PolicyConfig, resolve_policy
+from recipes.resume import task_set_facts, wait_for_writers
 from recipes.run import Run
 from trajectories.handle import GroupHandle, summarize
+from trajectories.ledger import Ledger, LedgerError
+from trajectories.ledger_index import GroupState
 from trajectories.store import scan
 
 
@@ -62,22 +65,52 @@ async def play_tasks(
 
     Returns the handles of all Groups, earlier ones included, in the order of `tasks`, and facts for the summary.
     """
+    run.pin("tasks", task_set_facts(tasks))
     store.mkdir(parents=True, exist_ok=True)
-    handles = {group.task_id: summarize(group, location) for location, group in scan(store)}
-    missing = [GroupRequest(task=task, group_id=task.id) for task in tasks if task.id not in handles]
-    facts: dict[str, Any] = served.facts | {"harness": str(episode.harness), "resumed_groups": len(handles)}
-    if missing:
+    with Ledger(run.directory / "ledger" / store.name) as ledger:
+        await wait_for_writers(store)
+        handles = {group.id: summarize(group, location) for location, group in scan(store)}
+        missing = issue_missing(tasks, handles, ledger)
+        facts: dict[str, Any] = served.facts | {"harness": str(episode.harness), "resumed_groups": len(handles)}
+        if not missing:
+            return [handles[task.id] for task in tasks], facts
+        num_resumed = len(handles)
         async with start_rollout_pool(
             rollouts,
             episode,
             store=store,
-            prefix=f"part-{len(handles)}",
+            prefix=f"part-{num_resumed}",
             model=served.model,
             sampler=served.sampler,
         ) as workers:
             facts["sandbox"] = workers.sandbox
             with run.progress(what, total=len(missing)) as progress:
-                async for handle in workers.play_all(missing, attempts):
-                    handles[handle.task_id] = handle
+                async for handle in workers.play_all(missing, attempts, ledger):
+                    handles[handle.group_id] = handle
                     progress.advance()
+            facts |= _report_recoveries(run, workers)
     return [handles[task.id] for task in tasks], facts
+
+
+def issue_missing(tasks: Sequence[Task], stored: Mapping[str, GroupHandle], ledger: Ledger) -> list[GroupRequest]:
+    """The Groups that are not in the store, issued in the order of the Tasks; the ledger learns of those that are."""
+    missing: list[GroupRequest] = []
+    for slot, task in enumerate(tasks):
+        row = ledger.index.group(task.id)
+        if task.id not in stored:
+            if row is not None and row.state is GroupState.FINISHED:
+                raise LedgerError(f"group {task.id} was stored but is not there: restore the store from a copy")
+            ledger.issue(task.id, slot)
+            missing.append(GroupRequest(task=task, group_id=task.id))
+        elif row is None or row.state is not GroupState.FINISHED:
+            ledger.finish(task.id, stored[task.id].location, slot=slot)
+    return missing
+
+
+def _report_recoveries(run: Run, workers: RolloutPool) -> dict[str, float]:
+    """Totals of what died and was made good, each also an event."""
+    metrics = workers.fleet.metrics()
+    for name, count in metrics.items():
+        if count:
+            run.event(name.removeprefix("recovery/"), count=count)
+    return metrics

@@ -9,10 +9,9 @@ at v - max_staleness or later; weights move into the servers while they generate
 
 import asyncio
 import dataclasses
-import itertools
-import random
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +20,13 @@ from typing import Annotated, Any
 import tyro
 
 from actors.cluster import ClusterConfig, Resources, require, start_cluster
+from actors.errors import ClusterError, LearnerLost
+from actors.inference_errors import NoServerLeft
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
-from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
+from actors.rollout_pool import RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
 from actors.weight_sync import SyncConfig, WeightSync
 from envs.build import EpisodeConfig
-from envs.task import Task
 from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
@@ -34,11 +34,26 @@ from learners.plan import plan_batch
 from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
-from recipes.run import Run
-from trajectories.buffer import GroupBuffer
+from recipes.progress import Bar
+from recipes.resume import (
+    checkpoint,
+    learn_of_stored_groups,
+    restore,
+    reuse_groups,
+    task_set_facts,
+    wait_for_writers,
+)
+from recipes.run import Run, finished_summary
+from recipes.schedule import Schedule
+from recipes.totals import Totals
+from recipes.watchdog import Watchdog
+from trajectories.buffer import EndOfTasks, GroupBuffer, TakeTimeout
 from trajectories.handle import GroupHandle
+from trajectories.ledger import Ledger
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 MAY_DIFFER = ("steps", "wandb", "cluster")
 """What may change when a run goes on."""
@@ -56,6 +71,8 @@ class Config:
     """Train on only the first so many Tasks."""
     steps: int = 60
     """Optimizer steps."""
+    epochs: int | None = None
+    """Passes over the Tasks, after which the run ends even before `steps`; None begins anew without end."""
     groups_per_step: int = 32
     group_size: int = 8
     """Rollouts of a Group."""
@@ -67,6 +84,10 @@ class Config:
     """How long a step may wait for its Groups."""
     checkpoint_every: int = 20
     """Steps between checkpoints; one is written at the end and on interruption too."""
+    grace_s: float = 25.0
+    """From Ctrl-C or SIGTERM to saved state; a step that takes longer is given up, and the last checkpoint counts."""
+    stall_s: float = 1800.0
+    """A run in which for so long no Group, step or sync came to its end is stopped, saying who is stuck."""
     seed: int = 0
     """Order of the Tasks."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -85,6 +106,10 @@ class Config:
             raise ValueError(f"group_size must be >= 2 for a leave-one-out baseline, got {self.group_size}")
         if self.groups_per_step < 1 or self.steps < 1:
             raise ValueError(f"groups_per_step and steps must be >= 1, got {self.groups_per_step}, {self.steps}")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs must be >= 1, got {self.epochs}")
+        if self.grace_s <= 0 or self.stall_s <= 0:
+            raise ValueError(f"grace_s and stall_s must be > 0, got {self.grace_s}, {self.stall_s}")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         sampling = self.episode.sampling
@@ -94,55 +119,131 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Trains and returns the summary that it wrote."""
+    if (done := _finished(config)) is not None:
+        return done
     async with AsyncExitStack() as stack:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb, may_differ=MAY_DIFFER))
         parts = await _assemble(config, run, stack)
-        progress, began = parts.progress, time.monotonic()
+        watchdog = Watchdog(config.stall_s, progress=parts.moved, describe=parts.buffer.describe_running)
+        await stack.enter_async_context(watchdog)
         try:
-            for _ in run.steps(config.steps, start=progress.version.n):
-                clock = _Clock()
-                groups = await parts.stream.take(progress.version, config.take_deadline_s)
-                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
-                metrics |= await finish(_train(config, parts.learner, groups, progress)) | clock.lap("train_s")
-                metrics |= await parts.weights.publish(progress.version) | clock.lap("publish_s")
-                run.log(progress.version.n, metrics | parts.buffer.metrics())
-                if progress.version.n % config.checkpoint_every == 0:
-                    await _checkpoint(run, parts.learner, progress)
-        except asyncio.CancelledError:
-            await _save(run, parts.learner, progress)
+            ended_by = await _train_to_the_end(config, run, parts, watchdog)
+        except (asyncio.CancelledError, TakeTimeout, ClusterError, OSError):
+            await _save_in_time(config, run, parts)
             raise
-        await _save(run, parts.learner, progress)
         await parts.weights.close()
-        summary = _summary(parts) | {"seconds": time.monotonic() - began}
+        summary = _summary(parts) | {"ended_by": ended_by, "finished": True}
         run.summary(summary)
-        print(f"trained {progress.version.n} steps; model in {run.directory / 'model'}")
+        print(f"trained {parts.progress.version.n} steps; model in {run.directory / 'model'}")
         return summary
 
 
-async def _train(
-    config: Config, learner: LearnerGroup, groups: Sequence[GroupHandle], progress: "_Progress"
-) -> dict[str, float]:
+def _finished(config: Config) -> dict[str, Any] | None:
+    """The summary of a run with nothing left to do."""
+    done = finished_summary(config.run, config, MAY_DIFFER)
+    if done is None or (done["rl_steps"] < config.steps and done["ended_by"] == "steps"):
+        return None
+    print(f"{config.run} is finished: {done['rl_steps']} steps, ended by {done['ended_by']}; nothing to do")
+    return done
+
+
+async def _train_to_the_end(config: Config, run: Run, parts: "_Parts", watchdog: Watchdog) -> str:
+    """Takes step after step and saves; returns what ended it: "steps" or "tasks". A lost learner is made good."""
+    progress = parts.progress
+    with run.progress("steps", total=config.steps, completed=progress.version.n) as bar:
+        while True:
+            try:
+                if progress.version.n >= config.steps:
+                    await _save(run, parts)
+                    return "steps"
+                await _step(config, run, parts, watchdog)
+                bar.advance()
+            except EndOfTasks:
+                await _save(run, parts)
+                return "tasks"
+            except LearnerLost as lost:
+                if _is_interrupted():
+                    raise
+                watchdog.doing = "restoring the learner"
+                await _restore_learner(config, run, parts, lost, bar)
+
+
+def _is_interrupted() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _step(config: Config, run: Run, parts: "_Parts", watchdog: Watchdog) -> None:
+    """Takes a step's Groups, trains on them, publishes the weights and logs."""
+    progress, clock = parts.progress, _Clock()
+    watchdog.doing = f"taking the Groups of step {progress.version.n}"
+    groups = await parts.stream.take(progress.version, config.take_deadline_s)
+    metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
+    watchdog.doing = f"training step {progress.version.n}"
+    metrics |= await finish(_train(config, parts, groups), config.grace_s) | clock.lap("train_s")
+    watchdog.doing = f"publishing version {progress.version.n}"
+    metrics |= await _publish(parts) | clock.lap("publish_s")
+    run.log(progress.version.n, metrics | parts.buffer.metrics() | parts.recoveries(run) | parts.count())
+    parts.ledger.write()
+    if progress.version.n % config.checkpoint_every == 0:
+        watchdog.doing = f"writing the checkpoint of version {progress.version.n}"
+        await checkpoint(run, parts.learner, parts.ledger, progress.version)
+        progress.num_restores = 0
+
+
+async def _train(config: Config, parts: "_Parts", groups: Sequence[GroupHandle]) -> dict[str, float]:
     """One optimizer step on the Groups, which are consumed by it."""
+    progress = parts.progress
     plan = plan_batch(
         groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
     )
     loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
-    metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
-    progress.consume(groups)
+    progress.is_whole = False
+    metrics = {**plan.metrics, **await parts.learner.forward_backward(plan, loss), **await parts.learner.optim_step()}
+    parts.ledger.consume([group.group_id for group in groups], progress.version)
+    progress.version = dataclasses.replace(progress.version, n=progress.version.n + 1)
+    progress.is_whole = True
     return metrics
+
+
+async def _publish(parts: "_Parts", *, barrier: bool = False) -> dict[str, float]:
+    """Publishes the present version; while every server is down it waits for one that comes back."""
+    try:
+        return await parts.weights.publish(parts.progress.version, barrier=barrier)
+    except NoServerLeft as error:
+        logger.warning("%s", error)
+        await parts.servers.until_one_serves()
+        return await parts.weights.publish(parts.progress.version, barrier=barrier)
+
+
+async def _restore_learner(config: Config, run: Run, parts: "_Parts", lost: LearnerLost, bar: Bar) -> None:
+    """Starts the learner anew from the last checkpoint; every server has its weights before anything is sampled on."""
+    progress, before = parts.progress, parts.progress.version
+    progress.num_restores += 1
+    if progress.num_restores > config.learners.max_restarts:
+        raise lost
+    await parts.learner.restart()
+    progress.version = await restore(run, parts.learner, parts.ledger)
+    progress.is_whole = True
+    await _publish(parts, barrier=True)
+    parts.buffer.restore(progress.version)
+    again = parts.schedule.go_back(progress.version.n + config.max_staleness, parts.buffer.holds)
+    counts = await reuse_groups(again, parts.rollouts, parts.ledger, parts.buffer)
+    bar.advance(progress.version.n - before.n)
+    run.event(
+        "learner restored", why=str(lost), lost_steps=before.n - progress.version.n, version=progress.version, **counts
+    )
 
 
 @dataclass
 class _Progress:
-    """Where the run stands; what a checkpoint holds beside the learner's state."""
+    """Where the run stands."""
 
     version: PolicyVersion
-    consumed: set[str]
-    """Ids of the Groups behind the weights."""
-
-    def consume(self, groups: Sequence[GroupHandle]) -> None:
-        self.consumed |= {group.group_id for group in groups}
-        self.version = dataclasses.replace(self.version, n=self.version.n + 1)
+    is_whole: bool = True
+    """False from the first gradient of a step until its Groups are consumed: such weights must not be saved."""
+    num_restores: int = 0
+    """Restores since the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +256,36 @@ class _Parts:
     buffer: GroupBuffer
     weights: WeightSync
     stream: RolloutStream
+    ledger: Ledger
+    schedule: Schedule
+    totals: Totals
     progress: _Progress
+
+    def moved(self) -> tuple[float, ...]:
+        """Changes whenever a Group or a sync came to its end."""
+        return (self.rollouts.num_played, self.weights.num_syncs, self.learner.num_restarts, self.servers.num_restarts)
+
+    def recoveries(self, run: Run) -> dict[str, float]:
+        """Totals of what died and was made good; what is new since the last call is an event."""
+        now = self.rollouts.fleet.metrics() | {
+            "recovery/inference_servers": float(self.servers.num_restarts),
+            "recovery/learners": float(self.learner.num_restarts),
+        }
+        for name in now:
+            if new := now[name] - self.totals.reported.get(name, 0.0):
+                run.event(name.removeprefix("recovery/"), count=new, version=self.progress.version)
+        self.totals.reported.update(now)
+        return now
+
+    def count(self) -> dict[str, float]:
+        """Totals of the run, over all processes that it had."""
+        num_syncs = self.weights.num_syncs
+        counts = {
+            "weight_syncs": float(num_syncs),
+            "weight_syncs_in_flight": float(self.weights.num_syncs_in_flight),
+            "probe_gap_sum": self.weights.probe_gap_mean * num_syncs if num_syncs else 0.0,
+        }
+        return self.totals(counts, max_staleness=self.buffer.max_staleness_seen)
 
 
 async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
@@ -163,6 +293,9 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
     tasks = resolve_tasks(config.tasks, limit=config.limit)
     model = resolve_policy(config.policy.model)
     store = run.directory / "store"
+    run.pin("tasks", task_set_facts(tasks))
+    ledger = stack.enter_context(Ledger(run.directory / "ledger" / store.name))
+    await wait_for_writers(store)
     await stack.enter_async_context(start_cluster(config.cluster))
     server = config.policy.pool.server
     require(
@@ -179,30 +312,36 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         start_learner_group(config.learners, config.learner, model=model, store=store)
     )
     servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
-    progress = await _restore(run, learner)
-    lineage = progress.version.lineage
+    version = await restore(run, learner, ledger)
     rollouts = await stack.enter_async_context(
         start_rollout_pool(
             config.rollouts,
             config.episode,
             store=store,
-            prefix=f"lineage-{lineage}",
+            prefix=f"lineage-{version.lineage}",
             model=model,
             sampler=servers.sampler(),
         )
     )
+    schedule = Schedule(tasks, ledger, seed=config.seed, epochs=config.epochs)
     buffer = GroupBuffer(
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
-        version=progress.version,
+        version=version,
         refill=config.refill,
+        forks=ledger.ancestry.forks,
+        on_given_back=schedule.give_back,
     )
     weights = _weight_sync(config, learner, servers, buffer)
     stack.push_async_callback(weights.close)
-    await weights.publish(progress.version)
-    requests = group_requests(tasks, config.seed, lineage, skip=progress.consumed)
+    await weights.publish(version)
+    if version.lineage > 0:
+        found = await learn_of_stored_groups(store, rollouts, ledger, schedule)
+        again = schedule.go_on(version.n + config.max_staleness)
+        counts = await reuse_groups(again, rollouts, ledger, buffer)
+        run.event("resumed", version=version, groups_found=found, **counts)
     stream = await stack.enter_async_context(
-        rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
+        rollouts.stream(schedule, config.group_size, buffer, servers.oldest_version, ledger)
     )
     return _Parts(
         learner=learner,
@@ -211,7 +350,10 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         buffer=buffer,
         weights=weights,
         stream=stream,
-        progress=progress,
+        ledger=ledger,
+        schedule=schedule,
+        totals=Totals(run.last_metrics()),
+        progress=_Progress(version),
     )
 
 
@@ -224,19 +366,25 @@ def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, 
     )
 
     def advance() -> None:
-        if (oldest := servers.oldest_version()) is not None:
+        oldest = servers.oldest_version()
+        if oldest is not None and oldest.lineage == buffer.version.lineage:  # else a restore is under way, and tells it
             buffer.advance(oldest)
 
     return WeightSync(source=learner, target=servers, config=sync, on_served=advance)
 
 
 def _summary(parts: _Parts) -> dict[str, Any]:
+    """Results of the run, over all processes that it had."""
+    totals = parts.count()
+    num_syncs = totals["total/weight_syncs"]
     return {
         "rl_steps": parts.progress.version.n,
-        "weight_syncs": parts.weights.num_syncs,
-        "weight_syncs_in_flight": parts.weights.num_syncs_in_flight,
-        "max_staleness_seen": parts.buffer.max_staleness_seen,
-        "logprob_gap_mean": parts.weights.probe_gap_mean,
+        "weight_syncs": int(num_syncs),
+        "weight_syncs_in_flight": int(totals["total/weight_syncs_in_flight"]),
+        "max_staleness_seen": int(totals["total/max_staleness"]),
+        "logprob_gap_mean": totals["total/probe_gap_sum"] / num_syncs if num_syncs else None,
+        "seconds": totals["total/seconds"],
+        "lineages": parts.progress.version.lineage + 1,
         "engine": parts.servers.engine,
         "learner": parts.learner.sharding,
         "world_size": parts.learner.world_size,
@@ -244,41 +392,21 @@ def _summary(parts: _Parts) -> dict[str, Any]:
     }
 
 
-def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
-    """Groups without end: passes over the shuffled Tasks, without those that a restored checkpoint consumed."""
-    for epoch in itertools.count():
-        for task in random.Random(seed + epoch).sample(list(tasks), len(tasks)):
-            consumed = {f"{task.id}@{epoch}.{earlier}" for earlier in range(lineage)}
-            if not consumed & skip:
-                yield GroupRequest(task=task, group_id=f"{task.id}@{epoch}.{lineage}")
+async def _save(run: Run, parts: _Parts) -> None:
+    await checkpoint(run, parts.learner, parts.ledger, parts.progress.version)
+    await parts.learner.save_pretrained(run.directory / "model")
 
 
-async def _save(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
-    await _checkpoint(run, learner, progress)
-    await learner.save_pretrained(run.directory / "model")
-
-
-async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
-    """Writes a checkpoint and points the run at it; one that is there already is kept."""
-    version = progress.version
-    name = f"{version.lineage}-{version.n:06d}"
-    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(progress.consumed)}
-    if run.load_state() != state:
-        await learner.save(run.directory / "checkpoints" / name)
-        run.save_state(state)
-
-
-async def _restore(run: Run, learner: LearnerGroup) -> _Progress:
-    """Where the run stands. Every start but the first begins a new lineage, recorded before anything is sampled."""
-    state = run.load_state()
-    if state is None:
-        state = {"checkpoint": None, "lineage": 0, "n": 0, "consumed": []}
-    else:
-        state["lineage"] += 1
-    if state["checkpoint"] is not None:
-        await learner.load(run.directory / "checkpoints" / state["checkpoint"])
-    run.save_state(state)
-    return _Progress(PolicyVersion(lineage=state["lineage"], n=state["n"]), set(state["consumed"]))
+async def _save_in_time(config: Config, run: Run, parts: _Parts) -> None:
+    """Saves what can be saved within the grace period; else the last checkpoint counts, which is said."""
+    if not parts.progress.is_whole:
+        logger.error("not saved: the step was not done; the run goes on from its last checkpoint")
+        return
+    try:
+        async with asyncio.timeout(config.grace_s):
+            await _save(run, parts)
+    except (OSError, ClusterError) as error:  # TimeoutError is an OSError
+        logger.error("not saved (%s); the run goes on from its last checkpoint", error or f"took {config.grace_s:g} s")
 
 
 class _Clock:

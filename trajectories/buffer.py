@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -43,6 +43,8 @@ class GiveBack(StrEnum):
     STALE = "stale"
     ABANDONED_LINEAGE = "abandoned_lineage"
     """It holds tokens of weights that a restore from an earlier checkpoint threw away."""
+    SURPLUS = "surplus"
+    """It was played before a restart, and there was no permit for it any more."""
 
 
 class EndOfTasks(Exception):
@@ -78,8 +80,12 @@ class GroupBuffer:
         refill: bool = False,
         min_valid: int = 2,
         treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
+        forks: Mapping[int, int] | None = None,
+        on_given_back: Callable[[str, str], None] = lambda group_id, reason: None,
     ) -> None:
-        """`version` is what every server serves now.
+        """`version` is what every server serves now; `forks`, after a restart, is what it descends from (Ancestry).
+
+        `on_given_back` is told the id of each Group that will not be consumed, and why.
 
         `refill` gives Groups without gradient back (fewer than `min_valid` valid members, or zero variance) instead of
         keeping them.
@@ -100,7 +106,8 @@ class GroupBuffer:
         self._refill = refill
         self._min_valid = min_valid
         self._treatments = treatments
-        self._forks: dict[int, int] = {}  # earlier lineage -> the last n whose weights these descend from
+        self._on_given_back = on_given_back
+        self._forks = dict(forks or {})  # earlier lineage -> the last n whose weights these descend from
         self._live: dict[str, _Live] = {}  # in the order of admission
         self._given_back: Counter[str] = Counter()
         self._stale_by_tokens: Counter[int] = Counter()
@@ -156,6 +163,25 @@ class GroupBuffer:
         self._notify()
         return handle.group_id in self._live
 
+    def holds(self, group_id: str) -> bool:
+        """Whether the Group has a permit now: admitted, running or buffered."""
+        return group_id in self._live
+
+    def readmit(self, handle: GroupHandle) -> bool:
+        """Takes a Group in that was finished before a restart or restore; False when it was given back at once."""
+        if handle.group_id in self._live:
+            raise ValueError(f"group {handle.group_id} is already admitted; a Group's id is used once")
+        has_permit = self.num_permits > 0
+        self._live[handle.group_id] = _Live(since=time.monotonic(), start=self.version, handle=handle)
+        if not self._is_kin(handle):
+            self.give_back(handle.group_id, GiveBack.ABANDONED_LINEAGE)
+        elif not self._is_fresh(handle, self.version):
+            self.give_back(handle.group_id, GiveBack.STALE)
+        elif not has_permit:
+            self.give_back(handle.group_id, GiveBack.SURPLUS)
+        self._notify()
+        return handle.group_id in self._live
+
     def give_back(self, group_id: str, reason: str) -> None:
         """The Group will not be consumed: its permit returns, counted under `reason`."""
         live = self._get(group_id, "give back")
@@ -164,6 +190,7 @@ class GroupBuffer:
         if live.handle is not None and reason == GiveBack.STALE:
             self._stale_by_tokens[power_of_two_at_least(_longest(live.handle))] += 1
         logger.info("group=%s version=%s given back: %s", group_id, _name(self.version), reason)
+        self._on_given_back(group_id, reason)
         self._notify()
 
     async def take(self, version: PolicyVersion, deadline_s: float) -> list[GroupHandle]:
@@ -212,6 +239,18 @@ class GroupBuffer:
         """No more Groups will be admitted: ends waiting `admit`s, and lets `take` return what is left."""
         self._is_closed = True
         self._notify()
+
+    def describe_running(self, most: int = _MAX_NAMED) -> str:
+        """The Groups that have not finished, longest first: "a@0.0 (running since version 0:2, 31 s), b@0.0 ..."."""
+        now = time.monotonic()
+        waiting = sorted((live.since, group_id, live) for group_id, live in self._live.items() if live.handle is None)
+        named = [
+            f"{group_id} ({'admitted' if live.start is None else f'running since {_name(live.start)}'}, "
+            f"{now - since:.0f} s)"
+            for since, group_id, live in waiting[:most]
+        ]
+        more = f" and {len(waiting) - most} more" if len(waiting) > most else ""
+        return f"{', '.join(named) or 'none is running'}{more}"
 
     def metrics(self) -> dict[str, float]:
         """Sizes now, and totals of what was given back: by reason, and stale Groups by their longest member."""
@@ -289,18 +328,9 @@ class GroupBuffer:
         return self._live[group_id]
 
     def _describe_missing(self, version: PolicyVersion, deadline_s: float) -> str:
-        now = time.monotonic()
-        missing = [
-            f"{group_id} ({'admitted' if live.start is None else f'running since {_name(live.start)}'}, "
-            f"{now - live.since:.0f} s)"
-            for group_id, live in self._live.items()
-            if live.handle is None
-        ]
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         return (
             f"step {_name(version)} waited {deadline_s:g} s: {len(self._finished())} of {self._groups_per_step} Groups "
-            f"are finished, {self.num_permits} may still be admitted, and these did not come: "
-            f"{', '.join(missing[:_MAX_NAMED]) or 'none is running'}{more}"
+            f"are finished, {self.num_permits} may still be admitted, and these did not come: {self.describe_running()}"
         )
 
     def _notify(self) -> None:

@@ -37,6 +37,7 @@ class RecordKind(StrEnum):
 
     GROUP = "group"
     SAMPLE = "sample"
+    JOURNAL = "journal"
 
 
 def encode_group(group: Group) -> bytes:
@@ -62,6 +63,16 @@ def decode_sample(payload: bytes) -> Sample:
     ids = np.frombuffer(ids_bytes, "<i4").astype(np.int32)
     mask = np.unpackbits(np.frombuffer(mask_bytes, np.uint8), count=len(ids)).astype(np.bool_)
     return Sample(ids=ids, mask=mask, logprobs=np.frombuffer(logprobs_bytes, "<f4").astype(np.float32))
+
+
+def encode_journal(rows: Sequence[Sequence[Any]]) -> bytes:
+    """A batch of the ledger's rows as a payload; each row holds strings, numbers and None."""
+    return _pack(RecordKind.JOURNAL, [list(row) for row in rows])
+
+
+def decode_journal(payload: bytes) -> list[list[Any]]:
+    """The rows of a payload, in order; CodecError when it holds none."""
+    return _unpack(payload, RecordKind.JOURNAL)
 
 
 def kind_of(payload: bytes) -> RecordKind:

@@ -70,7 +70,9 @@ def requests(count: int) -> Iterator[GroupRequest]:
 
 def make_pool(workers: list[FakeWorker], max_rollouts: int) -> RolloutPool:
     config = RolloutPoolConfig(num_workers=len(workers), max_rollouts=max_rollouts)
-    return RolloutPool(config, workers, sandbox={}, group_deadline_s=5)
+    segments = [f"w{index}.seg" for index in range(len(workers))]
+    pids = list(range(len(workers)))
+    return RolloutPool(config, workers, sandbox={}, group_deadline_s=5, segments=segments, pids=pids)
 
 
 async def test_no_more_rollouts_run_than_there_are_slots() -> None:

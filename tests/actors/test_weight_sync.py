@@ -166,3 +166,13 @@ async def test_a_restarted_servers_canary_and_a_roll_take_turns(tmp_path):
     await sync.publish(V2)
     await sync.close()
     assert server.is_open and server.quarantined == ""
+
+
+async def test_after_a_restore_every_server_has_the_weights_when_publish_returns(tmp_path):
+    target, source = FakeTarget(FakeServer("a", delay_s=0.05), FakeServer("b")), FakeSource()
+    sync = sync_of(target, tmp_path, source, canary=False, barrier=False)
+    await sync.publish(V3)
+    restored = PolicyVersion(lineage=1, n=1)
+    source.step()
+    await sync.publish(restored, barrier=True)
+    assert [server.loaded[-1] for server in target.servers] == [restored, restored]

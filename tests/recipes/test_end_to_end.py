@@ -28,8 +28,10 @@ from learners.config import LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch
 from recipes import evaluate, export, harvest, rloo
 from recipes.policies import PolicyConfig
+from recipes.schedule import Schedule
 from tests.recipes.conftest import TINY
 from trajectories.handle import GroupHandle
+from trajectories.ledger import Ledger
 from trajectories.schema import Group, PolicyVersion
 from trajectories.store import scan
 
@@ -107,7 +109,8 @@ async def play_and_train_in_turn(config: rloo.Config, run: Path) -> list[list[Gr
     store.mkdir(parents=True)
     model = Path(config.policy.model)
     tasks = resolve_tasks(config.tasks)
-    requests = rloo.group_requests(tasks, config.seed, 0, skip=set())
+    ledger = Ledger(run / "ledger" / "store")
+    requests = iter(Schedule(tasks, ledger, seed=config.seed, epochs=None))
     steps: list[list[GroupHandle]] = []
     async with (
         start_cluster(ClusterConfig()),
@@ -129,6 +132,7 @@ async def play_and_train_in_turn(config: rloo.Config, run: Path) -> list[list[Gr
             steps.append(handles)
         await weights.close()
         await learner.save_pretrained(run / "model")
+    ledger.close()
     return steps
 
 

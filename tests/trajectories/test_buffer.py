@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trajectories.records import LOCATION, scored_group, version
-from trajectories.buffer import EndOfTasks, GroupBuffer, StalenessPolicy, TakeTimeout
+from trajectories.buffer import EndOfTasks, GiveBack, GroupBuffer, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle, summarize
 
 
@@ -269,3 +269,25 @@ def test_impossible_sizes_are_refused(groups_per_step: int, max_staleness: int, 
         GroupBuffer(
             version=version(0), groups_per_step=groups_per_step, max_staleness=max_staleness, min_valid=min_valid
         )
+
+
+async def test_groups_of_before_a_restart_are_taken_in_while_they_are_kin_fresh_and_permitted():
+    given_back = []
+    buffer = GroupBuffer(
+        groups_per_step=1,
+        max_staleness=1,
+        version=version(3, lineage=1),
+        forks={0: 3},
+        on_given_back=lambda group_id, reason: given_back.append((group_id, reason)),
+    )
+    assert buffer.readmit(handle("kin", n=2)) and buffer.holds("kin")
+    assert not buffer.readmit(handle("past the checkpoint", n=4))
+    assert not buffer.readmit(handle("old", n=1))
+    assert buffer.readmit(handle("kin too", n=3))
+    assert not buffer.readmit(handle("one too many", n=3))
+    assert given_back == [
+        ("past the checkpoint", GiveBack.ABANDONED_LINEAGE),
+        ("old", GiveBack.STALE),
+        ("one too many", GiveBack.SURPLUS),
+    ]
+    assert [h.group_id for h in await buffer.take(version(3, lineage=1), 1)] == ["kin"], "the older one first"
