@@ -124,7 +124,7 @@ async def _train(
 ) -> dict[str, float]:
     """One optimizer step on the Groups, which are consumed by it."""
     plan = plan_batch(
-        groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+        groups, advantages=leave_one_out, num_ranks=learner.num_shares, max_tokens=config.learner.max_tokens
     )
     loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
     metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}

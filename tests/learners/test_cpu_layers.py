@@ -15,8 +15,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from learners.attention import PACKED_ATTENTION, packed_layout
+from learners.attention import packed_layout
 from learners.cpu_layers import use_cpu_layers
+from learners.hugging_face import PACKED_ATTENTION
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
