@@ -163,7 +163,7 @@ class LearnerGroup:
         await self._each("load", [(directory,)] * len(self._ranks))
 
     async def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         await self._each("save_pretrained", [(directory,)] * len(self._ranks))
 
     async def save_adapter(self, directory: Path) -> None:

@@ -142,9 +142,11 @@ class Learner:
             yield name, tensor.to("cpu", dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         save_pretrained(self.export_weights(), source=self._model, directory=directory, is_writer=self._rank == 0)
         dist.barrier()
+        if self._config.lora.rank:
+            self.save_adapter(directory / "adapter")
 
     def save_adapter(self, directory: Path) -> None:
         """Writes the adapter alone, as a directory that peft and vLLM load beside the base model."""

@@ -77,7 +77,11 @@ def load_policy(config: LearnerConfig, model: Path, *, world_size: int) -> Polic
     causal_lm = load_causal_lm(config, model)
     _freeze(causal_lm, config.freeze)
     network = PolicyNetwork(causal_lm, config.chunk_tokens)
-    return shard(network if config.cpu_offload else network.to(compute_device()), config, world_size)
+    if config.cpu_offload:
+        _move_buffers(network)
+    else:
+        network.to(compute_device())
+    return shard(network, config, world_size)
 
 
 def shard(network: PolicyNetwork, config: LearnerConfig, world_size: int) -> PolicyNetwork:
@@ -111,6 +115,13 @@ def reshard(network: PolicyNetwork) -> None:
 def compute_device() -> torch.device:
     """Where this rank computes, wherever its state lies."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _move_buffers(network: PolicyNetwork) -> None:
+    """Parameters stay for FSDP to bring when they are needed; it leaves buffers where they are."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(compute_device()))
 
 
 def _freeze(causal_lm: CausalLm, names: tuple[str, ...]) -> None:

@@ -64,7 +64,7 @@ def test_it_computes_what_transformers_qwen3_computes(is_checkpointed: bool) -> 
 
 @pytest.mark.slow
 def test_it_runs_with_nothing_installed_but_torch_and_numpy(tmp_path: Path) -> None:
-    cases = ["correctness", "small", "small-forward-backward", "8b"]
+    cases = ["correctness", "small", "small-of-8-ranks", "8b"]
     command = [sys.executable, "-c", WITHOUT, "--out", str(tmp_path / "out.json"), "--cases", *cases]
     subprocess.run([*command, "--context", "64", "--steps", "1", "--budget-s", "100"], check=True, timeout=110)
     result = json.loads((tmp_path / "out.json").read_text())

@@ -47,13 +47,12 @@ def test_the_merged_model_and_peft_with_the_adapter_answer_as_the_learner_does(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     learner = trained(tiny_model, tmp_path)
-    learner.save_adapter(tmp_path / "adapter")
     learner.save_pretrained(tmp_path / "merged")
     ids = torch.tensor([PROBE])
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     for model in (
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-        PeftModel.from_pretrained(base, str(tmp_path / "adapter")),
+        PeftModel.from_pretrained(base, str(tmp_path / "merged" / "adapter")),
     ):
         with torch.no_grad():
             log_probs = model(ids).logits[0].log_softmax(-1)
