@@ -144,12 +144,13 @@ def run_trl(model: Path, *, num_steps: int, precision: str, micro_batch: int) ->
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import RLOOConfig, RLOOTrainer
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
 
     ends: list[float] = []
     lengths: list[int] = []
 
-    def judge(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def judge(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         lengths.extend(map(len, completion_ids))
         return [reward(ids) for ids in completion_ids]
 

@@ -126,7 +126,8 @@ def run_trl(model: Path, samples: list[Sample], *, packing: str, activation_chec
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     watch, seen = Stopwatch(), []
 

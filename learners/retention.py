@@ -1,7 +1,7 @@
 """Which checkpoints stay on disk.
 
 Invariant: the latest checkpoint is never removed, and one that is removed is gone as a whole before its files are.
-Called by recipes after a checkpoint is complete. No torch.
+Called by recipes/rloo.py after a checkpoint is complete. No torch.
 """
 
 import shutil
@@ -11,6 +11,8 @@ from pathlib import Path
 
 MARKER = "COMPLETE"
 """The file that makes a directory a checkpoint; learners/checkpoint.py writes it last."""
+SCORE = "SCORE"
+"""The file in it that holds its score, where it has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +44,23 @@ def kept(config: RetentionConfig, steps: Sequence[int], scores: Mapping[int, flo
     return {*latest, *periodic, *ranked[: config.best]}
 
 
-def prune(config: RetentionConfig, root: Path, scores: Mapping[str, float]) -> list[str]:
-    """Removes the checkpoints under `root` that need not stay; their names.
+def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[str]:
+    """Gives the latest checkpoint under `root` its score, if there is one, and removes those that need not stay; their names.
 
-    Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written; `scores` by name.
-    Directories without a completion marker (being written, or not ours) are left alone.
+    Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
+    without a completion marker (being written, or not ours) are left alone.
     """
     names = sorted((path.name for path in root.iterdir() if (path / MARKER).is_file()), key=_order)
-    scored = {names.index(name): score for name, score in scores.items() if name in names}
-    stay = kept(config, [_order(name)[1] for name in names], scored)
+    if not names:
+        return []
+    if score is not None:
+        (root / names[-1] / SCORE).write_text(repr(score))
+    scores = {
+        index: float((root / name / SCORE).read_text())
+        for index, name in enumerate(names)
+        if (root / name / SCORE).is_file()
+    }
+    stay = kept(config, [_order(name)[1] for name in names], scores)
     removed = [name for index, name in enumerate(names) if index not in stay]
     for name in removed:
         doomed = root / f"{name}.old"

@@ -31,6 +31,7 @@ from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
+from learners.retention import RetentionConfig, retain
 from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
@@ -40,7 +41,7 @@ from trajectories.handle import GroupHandle
 from trajectories.metrics import summarize_groups
 from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
 
-MAY_DIFFER = ("steps", "wandb", "cluster")
+MAY_DIFFER = ("steps", "wandb", "cluster", "retention")
 """What may change when a run goes on."""
 
 
@@ -67,6 +68,8 @@ class Config:
     """How long a step may wait for its Groups."""
     checkpoint_every: int = 20
     """Steps between checkpoints; one is written at the end and on interruption too."""
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    """Which checkpoints stay; the score of one is the mean reward of the step before it."""
     seed: int = 0
     """Order of the Tasks."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -108,6 +111,7 @@ async def main(config: Config) -> dict[str, Any]:
                 run.log(progress.version.n, metrics | parts.buffer.metrics())
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
+                    retain(config.retention, run.directory / "checkpoints", score=metrics.get("reward_mean"))
         except asyncio.CancelledError:
             await _save(run, parts.learner, progress)
             raise
