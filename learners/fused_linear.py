@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_TOKENS = 512
-"""Tokens of the MLP that are worked on at once: their activations stay in the caches of a core."""
+CHUNK_TOKENS = 1024
+"""Tokens of the MLP that are worked on at once; so many keep matrix products at full speed (256 cost 7% on AVX512)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

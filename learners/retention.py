@@ -45,7 +45,7 @@ def kept(config: RetentionConfig, steps: Sequence[int], scores: Mapping[int, flo
 
 
 def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[str]:
-    """Gives the latest checkpoint under `root` its score, if there is one, and removes those that need not stay; their names.
+    """Names of the checkpoints under `root` that need not stay and were removed; the latest is given its score first.
 
     Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
     without a completion marker (being written, or not ours) are left alone.
