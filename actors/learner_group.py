@@ -204,6 +204,10 @@ async def start_learner_group(
     config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path
 ) -> AsyncIterator[LearnerGroup]:
     """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
+    if config.num_ranks % learner.sequence_parallel:
+        raise ValueError(
+            f"learner.sequence_parallel={learner.sequence_parallel} must divide learner.num_ranks={config.num_ranks}"
+        )
     # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
     actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
     ranks = [
