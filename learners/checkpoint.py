@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from learners.process_group import new_group
+
 COMPLETE = "COMPLETE"
 """Marker file, written last; holds the progress and what the weights look like."""
 FORMAT = 2
@@ -36,8 +38,8 @@ class CheckpointWriter:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         # Its own group: the collectives of a checkpoint in the background must not meet those of training.
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
+        group = new_group(backend="gloo")
+        assert group is not None
         self._group = group
         self._pending: Future[None] | None = None
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learners.process_group import new_group
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParallel:
@@ -59,9 +61,8 @@ def join_sequence_parallel(size: int, *, rank: int, world_size: int) -> Sequence
         return None
     joined: SequenceParallel | None = None
     for first in range(0, world_size, size):
-        group = dist.new_group(list(range(first, first + size)))
-        if first <= rank < first + size:
-            assert isinstance(group, dist.ProcessGroup)
+        group = new_group(list(range(first, first + size)))
+        if group is not None:
             joined = SequenceParallel(group=group, rank=rank - first, size=size)
     return joined
 

@@ -2,7 +2,6 @@
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,9 +29,11 @@ def flash_attn_varlen_func(
     assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
     outputs = []
     for start, stop in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
-        states = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        options: dict[str, Any] = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
-        outputs.append(F.scaled_dot_product_attention(*states, **options)[0].transpose(0, 1))
+        query, key, value = (states[start:stop].transpose(0, 1)[None] for states in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
