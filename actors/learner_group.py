@@ -91,6 +91,14 @@ class LearnerRank:
         """See Learner."""
         self._learner.save(directory)
 
+    def begin_save(self, directory: Path) -> None:
+        """See Learner."""
+        self._learner.begin_save(directory)
+
+    def finish_save(self) -> None:
+        """See Learner."""
+        self._learner.finish_save()
+
     def load(self, directory: Path) -> None:
         """See Learner."""
         self._learner.load(directory)
@@ -98,6 +106,10 @@ class LearnerRank:
     def save_pretrained(self, directory: Path) -> None:
         """See Learner."""
         self._learner.save_pretrained(directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """See Learner."""
+        self._learner.save_adapter(directory)
 
     def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
         """Gathers all parameters on every rank; rank 0 writes them and returns what it wrote."""
@@ -128,6 +140,8 @@ class LearnerGroup:
         """Number of ranks as torch.distributed reports it."""
         self.sharding = ""
         """How torch shards the weights: the class that `fully_shard` made of the network."""
+        self.num_shares = config.num_ranks // learner.sequence_parallel
+        """Into how many parts a plan divides a step (its `num_ranks`)."""
 
     async def start(self) -> None:
         """Starts all ranks on the first weights; LearnerLost when one dies meanwhile."""
@@ -168,8 +182,7 @@ class LearnerGroup:
 
     async def forward_backward(self, plan: BatchPlan, loss: LossConfig) -> dict[str, float]:
         """Gradients of one step over all ranks; metrics are the same on each, reduced there."""
-        per_rank = await self._each("forward_backward", [(rank_plan, loss) for rank_plan in plan.ranks])
-        return per_rank[0]
+        return (await self._each("forward_backward", [(share, loss) for share in self._shares(plan)]))[0]
 
     async def optim_step(self) -> dict[str, float]:
         """One optimizer step; returns learning rate and gradient norm."""
@@ -177,20 +190,32 @@ class LearnerGroup:
 
     async def sequence_logprobs(self, plan: BatchPlan) -> list[float]:
         """Summed log-probability of each planned Sample's trained tokens, in the order of the plan, rank by rank."""
-        per_rank = await self._each("sequence_logprobs", [(rank_plan,) for rank_plan in plan.ranks])
-        return [value for values in per_rank for value in values]
+        per_rank = await self._each("sequence_logprobs", [(share,) for share in self._shares(plan)])
+        return [value for values in per_rank[:: self._learner.sequence_parallel] for value in values]
 
     async def save(self, directory: Path) -> None:
         """Writes a complete checkpoint."""
         await self._each("save", [(directory,)] * len(self._ranks))
+
+    async def begin_save(self, directory: Path) -> None:
+        """Copies the state and writes a checkpoint of it while training goes on."""
+        await self._each("begin_save", [(directory,)] * len(self._ranks))
+
+    async def finish_save(self) -> None:
+        """Waits until the checkpoint that was begun is complete."""
+        await self._each("finish_save")
 
     async def load(self, directory: Path) -> None:
         """Restores a complete checkpoint."""
         await self._each("load", [(directory,)] * len(self._ranks))
 
     async def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         await self._each("save_pretrained", [(directory,)] * len(self._ranks))
+
+    async def save_adapter(self, directory: Path) -> None:
+        """Writes the adapter alone, as a directory that peft and vLLM load."""
+        await self._each("save_adapter", [(directory,)] * len(self._ranks))
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights for servers to pull."""
@@ -199,6 +224,15 @@ class LearnerGroup:
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` after the first under the current weights, at temperature 1."""
         return (await self._each("probe_logprobs", [(ids,)] * len(self._ranks)))[0]
+
+    def _shares(self, plan: BatchPlan) -> list[RankPlan]:
+        """One per rank; ranks that share their micro-batches get the same."""
+        if len(plan.ranks) * self._learner.sequence_parallel != self._config.num_ranks:
+            raise ValueError(
+                f"a plan for {len(plan.ranks)} ranks does not fit {self._config.num_ranks} learner ranks that share "
+                f"micro-batches by {self._learner.sequence_parallel}; plan with num_ranks={self.num_shares}"
+            )
+        return [share for share in plan.ranks for _ in range(self._learner.sequence_parallel)]
 
     async def _each(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The verb's result on every rank; LearnerLost when one's process is gone."""
@@ -238,6 +272,10 @@ async def start_learner_group(
     config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path
 ) -> AsyncIterator[LearnerGroup]:
     """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
+    if config.num_ranks % learner.sequence_parallel:
+        raise ValueError(
+            f"learner.sequence_parallel={learner.sequence_parallel} must divide learner.num_ranks={config.num_ranks}"
+        )
     group = LearnerGroup(config, learner, model=model, store=store)
     try:
         await group.start()

@@ -4,7 +4,7 @@ Invariant: importing this loads no torch, so recipes can parse and print a confi
 Composed by recipes; read by learners/learner.py and learners/losses.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -13,6 +13,15 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+
+
+class AttentionKernel(StrEnum):
+    """What computes attention."""
+
+    BUCKETS = "buckets"
+    """PyTorch's own, over Samples of like length at once; runs everywhere."""
+    FLASH = "flash"
+    """flash-attn's variable-length kernel: GPUs, bf16, the package installed."""
 
 
 class Schedule(StrEnum):
@@ -66,6 +75,26 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685): W + (alpha / rank) B A, of which only A and B are trained and saved."""
+
+    rank: int = 0
+    """Width of an adapter; 0 trains the weights themselves."""
+    alpha: float = 32.0
+    """Scale: an adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear maps that get an adapter."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.alpha <= 0:
+            raise ValueError(f"lora.rank must be >= 0 and lora.alpha > 0, got {self.rank} and {self.alpha}")
+        if self.rank and not self.targets:
+            raise ValueError("lora.targets is empty: name the linear maps to adapt, such as q_proj v_proj")
+        if barred := {"lm_head", "embed_tokens"} & set(self.targets):
+            raise ValueError(f"lora.targets may name maps of the decoder's layers only, not {sorted(barred)[0]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
     """How a Learner trains."""
 
@@ -93,6 +122,14 @@ class LearnerConfig:
     """Parameters whose name contains one of these are not trained; "embed_tokens" freezes a tied lm_head too."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward: less memory, a third more compute."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state of a GPU's learner in host memory, and step there."""
+    attention: AttentionKernel = AttentionKernel.BUCKETS
+    liger: bool = False
+    """Use Liger's kernels for norms, rotary embedding and MLPs: GPUs, the package installed."""
+    sequence_parallel: int = 1
+    """So many neighbouring ranks share each micro-batch, for contexts that are too long for one; divides the ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     max_nonfinite_steps: int = 10
     """So many steps with a non-finite gradient in a row end the run."""
 
@@ -114,5 +151,11 @@ class LearnerConfig:
             raise ValueError(
                 f"max_tokens must be >= 2 and chunk_tokens >= 1, got {self.max_tokens} and {self.chunk_tokens}"
             )
+        if self.sequence_parallel < 1:
+            raise ValueError(f"sequence_parallel must be >= 1, got {self.sequence_parallel}")
+        if self.attention is AttentionKernel.FLASH and self.precision is not Precision.BF16:
+            raise ValueError("attention=flash computes in half precision only; set precision=bf16")
+        if self.lora.rank and self.freeze:
+            raise ValueError("lora freezes every weight of the model itself; leave freeze empty")
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps must be >= 1, got {self.max_nonfinite_steps}")

@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learners.checkpoint import load_checkpoint, save_checkpoint
+from learners.checkpoint import CheckpointWriter, load_checkpoint
 from learners.config import LearnerConfig, LossConfig
 from learners.export import save_pretrained
+from learners.lora import is_adapter, merged_weights, save_adapter
 from learners.losses import SUMMED, metric_sums, metrics_from_sums, token_loss
-from learners.model import COMPUTE_DTYPE, full_tensor, load_policy, reshard
+from learners.model import COMPUTE_DTYPE, compute_device, full_tensor, load_policy, reshard
 from learners.optimizer import NonFiniteGradients, build_optimizer, learning_rate
-from learners.packing import PackedBatch, WeightedSample, pack
+from learners.packing import PackedBatch, WeightedSample, is_here, pack, share
 from learners.plan import RankPlan, SampleRef
 from learners.process_group import init_process_group
+from learners.sequence_parallel import join_sequence_parallel
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
 
@@ -47,9 +49,11 @@ class Learner:
         self._model = model
         self._rank = rank
         self._world_size = world_size
+        self._parallel = join_sequence_parallel(config.sequence_parallel, rank=rank, world_size=world_size)
         self._network = load_policy(config, model, world_size=world_size)
-        self._device = next(self._network.parameters()).device
+        self._device = compute_device()
         self._optimizer = build_optimizer(config, self._network.named_weights())
+        self._writer = CheckpointWriter(rank=rank)
         self._has_gradient = False
         self._nonfinite_in_a_row = 0
         self.step = 0
@@ -65,13 +69,14 @@ class Learner:
     def forward_backward(self, plan: RankPlan, loss: LossConfig, store: Path) -> dict[str, float]:
         """Adds the gradients of this rank's share; metrics of the whole step over all ranks.
 
-        May be called several times before `optim_step` if the plans' weights were made for all of them.
+        May be called several times before `optim_step` if the plans' weights were made for all of them. Ranks that
+        share micro-batches (`sequence_parallel`) get the same plan.
         """
         sums = torch.zeros(len(SUMMED), dtype=torch.float64)
         largest_ratio = 0.0
         reader = _Reader(store)
         for refs in plan.micro_batches:
-            batch = pack(reader.read(refs), self._device)
+            batch = self._share(pack(reader.read(refs), self._device))
             logprobs_N, entropy_N = self._network(batch, loss.temperature)
             result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
             # FSDP averages gradients over ranks; the weights are made for a sum.
@@ -133,22 +138,40 @@ class Learner:
         A tied lm_head comes once, as the embedding.
         """
         dtype = COMPUTE_DTYPE[self._config.precision]
-        for name, parameter in self._network.named_weights():
-            yield name, full_tensor(parameter).to("cpu", dtype)
+        for name, tensor in self._whole_weights():
+            yield name, tensor.to("cpu", dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         save_pretrained(self.export_weights(), source=self._model, directory=directory, is_writer=self._rank == 0)
+        dist.barrier()
+        if self._config.lora.rank:
+            self.save_adapter(directory / "adapter")
+
+    def save_adapter(self, directory: Path) -> None:
+        """Writes the adapter alone, as a directory that peft and vLLM load beside the base model."""
+        if not self._config.lora.rank:
+            raise ValueError("there is no adapter to save: learner.lora.rank is 0; use save_pretrained")
+        weights = self._network.named_weights()
+        adapters = ((name, full_tensor(weight).to("cpu")) for name, weight in weights if is_adapter(name))
+        save_adapter(adapters, self._config.lora, base=self._model, directory=directory, is_writer=self._rank == 0)
         dist.barrier()
 
     def save(self, directory: Path) -> None:
         """Writes a complete checkpoint: weights, optimizer, step, skipped steps and random state."""
-        progress = {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
-        save_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, progress, rank=self._rank)
+        self._writer.save(directory, self._checkpointed_weights(), self._optimizer, self._progress())
+
+    def begin_save(self, directory: Path) -> None:
+        """Copies what a checkpoint holds and writes it while training goes on; `finish_save` says when it is there."""
+        self._writer.begin(directory, self._checkpointed_weights(), self._optimizer, self._progress())
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that `begin_save` began; raises what kept it from being written."""
+        self._writer.finish()
 
     def load(self, directory: Path) -> None:
         """Restores a complete checkpoint, saved by any number of ranks; CheckpointError when it is not one of ours."""
-        progress = load_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, rank=self._rank)
+        progress = load_checkpoint(directory, self._checkpointed_weights(), self._optimizer, rank=self._rank)
         self.step = progress["step"]
         self.num_skipped = progress["num_skipped"]
         self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
@@ -157,9 +180,34 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, batch: PackedBatch) -> Tensor:
-        logprobs_N, _ = self._network(batch, 1.0)
+        """[N] of the whole micro-batch, on every rank that shares it."""
+        here_N, _ = self._network(self._share(batch), 1.0)
         reshard(self._network)
+        if self._parallel is None:
+            return here_N
+        logprobs_N = here_N.new_zeros(batch.targets_N.numel())
+        logprobs_N[is_here(batch, self._parallel)] = here_N
+        dist.all_reduce(logprobs_N, group=self._parallel.group)
         return logprobs_N
+
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        return batch if self._parallel is None else share(batch, self._parallel)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(self._network.named_weights())
+        if self._config.lora.rank:
+            yield from merged_weights(weights, self._config.lora, full_tensor)
+            return
+        for name, weight in weights.items():
+            yield name, full_tensor(weight)
+
+    def _checkpointed_weights(self) -> dict[str, torch.nn.Parameter]:
+        """All weights, or the adapters alone where nothing else is trained."""
+        weights = dict(self._network.named_weights())
+        return {name: weight for name, weight in weights.items() if not self._config.lora.rank or is_adapter(name)}
+
+    def _progress(self) -> dict[str, int]:
+        return {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
 
     def _clip(self) -> float:
         """The gradient norm over all ranks before it was scaled down."""

@@ -31,6 +31,7 @@ from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
+from learners.retention import RetentionConfig, retain
 from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
@@ -55,7 +56,7 @@ from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = ("steps", "wandb", "cluster")
+MAY_DIFFER = ("steps", "wandb", "cluster", "retention")
 """What may change when a run goes on."""
 
 
@@ -84,6 +85,8 @@ class Config:
     """How long a step may wait for its Groups."""
     checkpoint_every: int = 20
     """Steps between checkpoints; one is written at the end and on interruption too."""
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    """Which checkpoints stay; the score of one is the mean reward of the step before it."""
     grace_s: float = 25.0
     """From Ctrl-C or SIGTERM to saved state; a step that takes longer is given up, and the last checkpoint counts."""
     stall_s: float = 1800.0
@@ -188,6 +191,7 @@ async def _step(config: Config, run: Run, parts: "_Parts", watchdog: Watchdog) -
     if progress.version.n % config.checkpoint_every == 0:
         watchdog.doing = f"writing the checkpoint of version {progress.version.n}"
         await checkpoint(run, parts.learner, parts.ledger, progress.version)
+        retain(config.retention, run.directory / "checkpoints", score=metrics.get("reward_mean"))
         progress.num_restores = 0
 
 
@@ -195,7 +199,7 @@ async def _train(config: Config, parts: "_Parts", groups: Sequence[GroupHandle])
     """One optimizer step on the Groups, which are consumed by it."""
     progress = parts.progress
     plan = plan_batch(
-        groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+        groups, advantages=leave_one_out, num_ranks=parts.learner.num_shares, max_tokens=config.learner.max_tokens
     )
     loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
     progress.is_whole = False

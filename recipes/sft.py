@@ -115,9 +115,7 @@ async def main(config: Config) -> dict[str, Any]:
         step = 0
         try:
             for step in run.steps(feed.num_steps):
-                plan = plan_samples(
-                    feed.batch(), num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
-                )
+                plan = plan_samples(feed.batch(), num_ranks=learner.num_shares, max_tokens=config.learner.max_tokens)
                 metrics = await learner.forward_backward(plan, LossConfig(kind=LossKind.CROSS_ENTROPY))
                 metrics |= await learner.optim_step()
                 metrics["seconds"] = time.monotonic() - began
@@ -209,7 +207,7 @@ class _Rule:
         self._held_back = held_back
         self._plan = plan_samples(
             [demonstration.sample for demonstration in held_back],
-            num_ranks=config.learners.num_ranks,
+            num_ranks=learner.num_shares,
             max_tokens=config.learner.max_tokens,
         )
 

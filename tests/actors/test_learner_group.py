@@ -8,8 +8,9 @@ import pytest
 import ray.exceptions
 
 from actors.errors import LearnerLost
-from actors.learner_group import LearnerGroup, LearnerGroupConfig
+from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from learners.config import LearnerConfig
+from learners.plan import BatchPlan, plan_samples
 
 
 class FakeRank:
@@ -54,3 +55,32 @@ async def test_a_failure_without_a_death_is_raised_as_it_is() -> None:
 
 async def test_ranks_that_live_give_the_first_ones_metrics() -> None:
     assert await group_of(FakeRank(None), FakeRank(None)).optim_step() == {"lr": 0.5}
+
+
+def sharing(num_ranks: int, sequence_parallel: int) -> LearnerGroup:
+    config, learner = LearnerGroupConfig(num_ranks=num_ranks), LearnerConfig(sequence_parallel=sequence_parallel)
+    return LearnerGroup(config, learner, model=Path("m"), store=Path("s"))
+
+
+def plan(num_ranks: int) -> BatchPlan:
+    return plan_samples([], num_ranks=num_ranks, max_tokens=8)
+
+
+def test_neighbours_that_share_micro_batches_get_the_same_share() -> None:
+    group, dealt = sharing(4, 2), plan(2)
+    assert group.num_shares == 2
+    first, second = dealt.ranks
+    shares = group._shares(dealt)
+    assert all(share is expected for share, expected in zip(shares, (first, first, second, second), strict=True))
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a plan for 4 ranks does not fit 4 learner ranks .* plan with num_ranks=2"):
+        sharing(4, 2)._shares(plan(4))
+
+
+async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
+    config, learner = LearnerGroupConfig(num_ranks=3), LearnerConfig(sequence_parallel=2)
+    with pytest.raises(ValueError, match=r"learner\.sequence_parallel=2 must divide learner\.num_ranks=3"):
+        async with start_learner_group(config, learner, model=Path("model"), store=Path("store")):
+            pass

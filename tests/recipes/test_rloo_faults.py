@@ -48,7 +48,7 @@ class Bed:
 class FakeLearner:
     """Counts steps; a checkpoint is a directory with their number."""
 
-    sharding, world_size = "Fake", 1
+    sharding, world_size, num_shares = "Fake", 1, 1
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
