@@ -125,6 +125,7 @@ def _endpoint(sessions: Sessions, act: Act) -> Endpoint:
     """Authenticates, reads the body, acts while the client listens, and spells what is refused."""
 
     async def endpoint(request: Request) -> Response:
+        session: Session | None = None
         try:
             session = _authenticate(sessions, request)
             body = await _read_body(request)
@@ -132,6 +133,8 @@ def _endpoint(sessions: Sessions, act: Act) -> Endpoint:
         except Exception as error:
             refused = _refusal(error)
             if refused is None:
+                if session is not None:
+                    session.bug = error
                 raise
             logger.info("path=%s status=%d refused: %s", request.url.path, refused.status, refused.message)
             return _spell_error(request, refused)
@@ -145,9 +148,8 @@ def _authenticate(sessions: Sessions, request: Request) -> Session:
         token = request.headers.get("x-api-key", "")
     session = sessions.find(token.strip())
     if session is None:
-        raise Refused(
-            401, "this token opens no session (Authorization: Bearer TOKEN, or x-api-key)", code="invalid_api_key"
-        )
+        problem = "this token opens no session (send Authorization: Bearer TOKEN, or x-api-key: TOKEN)"
+        raise Refused(401, problem, code="invalid_api_key")
     return session
 
 
@@ -194,9 +196,8 @@ def _refusal(error: Exception) -> Refused | None:
         case Refused():
             return error
         case ContextLimit():
-            return Refused(
-                400, f"This model's maximum context length is exceeded: {error}", code="context_length_exceeded"
-            )
+            problem = f"This model's maximum context length is exceeded: {error}"  # clients look for these words
+            return Refused(400, problem, code="context_length_exceeded")
         case TurnLimit():
             return Refused(403, str(error), code="turn_limit")
         case SessionClosed():
@@ -229,9 +230,8 @@ def _spell_error(request: Request, refused: Refused) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return _spell_error(
-        request, Refused(status, f"{request.method} {request.url.path}: no such endpoint", code="not_found")
-    )
+    problem = f"{request.method} {request.url.path}: no such endpoint"
+    return _spell_error(request, Refused(status, problem, code="not_found"))
 
 
 def _stream(events: Iterable[Event]) -> Response:

@@ -89,7 +89,8 @@ def _head(request: CompletionRequest) -> Json:
 
 
 def _read_prompt(value: object) -> str | list[int]:
-    prompt = cast(list[object], value)[0] if isinstance(value, list) and len(cast(list[object], value)) == 1 else value
+    listed = cast(list[object], value) if isinstance(value, list) else []
+    prompt: object = listed[0] if len(listed) == 1 else cast(object, value)
     if isinstance(prompt, int):
         prompt = [prompt]
     if isinstance(prompt, str) and prompt:

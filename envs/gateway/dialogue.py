@@ -75,7 +75,7 @@ def make_call(name: str, arguments: object) -> ToolCall:
         try:
             arguments = cast(object, json.loads(arguments or "{}"))
         except ValueError:
-            return ToolCall(name=name, arguments=cast(str, arguments))
+            return ToolCall(name=name, arguments=arguments)
     return ToolCall(name=name, arguments=spell_json(arguments))
 
 

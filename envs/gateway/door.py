@@ -1,7 +1,7 @@
-"""The door: the gateway served on a unix socket or on loopback, for as long as somebody needs it.
+"""The door: the gateway on a unix socket that sandboxes without a network see, and nothing else beside themselves.
 
-Invariant: it listens nowhere but on the one address that it was made for. Made by envs/build.py for a rollout worker's
-sandboxes and by recipes/serve.py for people.
+Invariant: it listens on its own socket alone, and only while sandboxes may run. Made by envs/build.py, one for a rollout
+worker; opened and closed by the worker's provider.
 """
 
 import asyncio
@@ -9,22 +9,26 @@ import contextlib
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.applications import Starlette
+from envs.sandbox import Sandbox, SandboxProvider
+from envs.task import Task
+
+if TYPE_CHECKING:  # web servers cost every recipe's --help a quarter of a second
+    from starlette.applications import Starlette
 
 SOCKET_NAME = "door.sock"
-_START_LIMIT_S = 30.0
-_STOP_LIMIT_S = 10.0
+BOX_DIRECTORY = "/.thresher-door"
+"""Where a Sandbox sees the door's directory."""
 
 
 class Door:
     """The gateway on a socket in a directory of its own, which sandboxes mount. `open` it from one event loop."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: "Starlette") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="thresher-door-"))
         self.directory.chmod(0o755)  # boxes run as another user; the socket's own mode and tokens decide
         self._app = app
@@ -39,6 +43,8 @@ class Door:
 
     async def open(self) -> None:
         """Returns once requests are answered; later calls return at once."""
+        from envs.gateway.server import serve_app
+
         async with self._opening:
             if not self._is_open:
                 listener = socket.socket(socket.AF_UNIX)
@@ -55,35 +61,29 @@ class Door:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
-@asynccontextmanager
-async def serve_app(app: Starlette, listener: socket.socket) -> AsyncGenerator[None]:
-    """Serves the app on a bound socket for the length of the block."""
-    server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    )
-    listener.listen(1024)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        async with asyncio.timeout(_START_LIMIT_S):
-            while not server.started:
-                if serving.done():
-                    serving.result()
-                    raise RuntimeError("the gateway's server ended before it had started")
-                await asyncio.sleep(0.005)
-        yield
-    finally:
-        server.should_exit = True
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            async with asyncio.timeout(_STOP_LIMIT_S):
-                await asyncio.shield(serving)
-        serving.cancel()
-        listener.close()
+class DoorProvider:
+    """A provider whose Sandboxes see the door, which is open while they run, and nothing else outside themselves."""
 
+    def __init__(self, provider: SandboxProvider, door: Door) -> None:
+        """`provider` must mount the door's directory at BOX_DIRECTORY."""
+        self.name = provider.name
+        self._provider = provider
+        self._door = door
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals to the recipe."""
+    async def provenance(self) -> Mapping[str, str]:
+        """That of the provider, and the door."""
+        return {**await self._provider.provenance(), "network": "none but the gateway's door"}
 
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[override]
-        """Handles none."""
-        yield
+    @asynccontextmanager
+    async def start(self, task: Task, *, owner: str) -> AsyncGenerator[Sandbox]:
+        """See SandboxProvider."""
+        await self._door.open()
+        async with self._provider.start(task, owner=owner) as sandbox:
+            yield sandbox
+
+    async def close(self) -> None:
+        """Closes the door, then the provider."""
+        try:
+            await self._door.close()
+        finally:
+            await self._provider.close()

@@ -71,7 +71,7 @@ def spell_messages(request: MessageRequest, answer: Answer) -> Json:
 
 def stream_messages(request: MessageRequest, answer: Answer) -> Iterator[Event]:
     """The answer as its stream of events."""
-    begun = _head(request, answer) | {"content": [], "stop_reason": None, "usage": _spell_usage(answer, 0)}
+    begun: Json = _head(request, answer) | {"content": [], "stop_reason": None, "usage": _spell_usage(answer, 0)}
     yield _event({"type": "message_start", "message": begun})
     for index, block in enumerate(_spell_blocks(answer)):
         if block["type"] == "text":

@@ -39,7 +39,7 @@ class ChatPrompts:
         self._template = compile_template(renderer.template)
 
     def first(self, said: Sequence[Said], tools: Sequence[Tool]) -> list[int]:
-        """Ids of a whole dialogue, as written, and the header of the next reply. TemplateRefused when it has no form."""
+        """Ids of a whole dialogue, as written, and the next reply's header. TemplateRefused when it has no form."""
         messages = [_message(each) for each in said] if self._knows_tools else _with_tools(_folded(said), tools)
         return self._encode(messages, self._specs(tools), self._render)
 

@@ -145,7 +145,7 @@ def read_tool(name: object, description: object, parameters: object) -> Tool:
         raise Refused(400, "a tool needs a name", param="tools")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise Refused(400, f"the parameters of tool {name} must be a JSON schema", param="tools")
-    schema = cast(object, parameters) or {"type": "object", "properties": {}}
+    schema: Json = cast(Json, parameters) or {"type": "object", "properties": {}}
     return Tool(name=name, description=str(description or ""), parameters=spell_json(schema))
 
 

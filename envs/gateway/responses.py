@@ -103,7 +103,7 @@ def spell_response(request: ResponseRequest, response_id: str, answer: Answer) -
 def stream_response(request: ResponseRequest, response_id: str, answer: Answer) -> Iterator[Event]:
     """The response as its stream of events."""
     whole = spell_response(request, response_id, answer)
-    begun = _head(request, response_id) | {"status": "in_progress", "output": [], "usage": None}
+    begun: Json = _head(request, response_id) | {"status": "in_progress", "output": [], "usage": None}
     events: list[Json] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},

@@ -82,6 +82,8 @@ class Session:
         self.key = key
         self.failure: EpisodeError | None = None
         """Why the last request got no reply; None once a later one did."""
+        self.bug: Exception | None = None
+        """What went wrong in the gateway itself; whoever owns the session raises it."""
         self.kept: dict[str, list[Said]] = {}
         """Dialogues by the id under which a protocol lets a client go on from them."""
         self._prompts = prompts
