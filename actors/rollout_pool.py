@@ -18,6 +18,7 @@ from actors.cluster import Resources
 from actors.errors import ClusterError
 from actors.rollout_worker import RolloutWorkerActor
 from envs.build import EpisodeConfig
+from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.buffer import GroupBuffer
@@ -207,11 +208,12 @@ async def start_rollout_pool(
     store: Path,
     prefix: str,
     model: Path | None = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | Teacher | None = None,
 ) -> AsyncIterator[RolloutPool]:
     """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
 
-    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
+    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`; a
+    Teacher in its place needs no model.
     """
     actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
     workers = [

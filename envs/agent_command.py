@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from envs.errors import AgentFailed, SandboxError
+from envs.errors import AgentCommandError, AgentFailed, SandboxError
 from envs.gateway.door import BOX_DIRECTORY, SOCKET_NAME
 from envs.gateway.session import Session
 from envs.harness import Conversation
@@ -30,10 +30,6 @@ _RELAY = "/tmp/.thresher-relay"
 _NO_LIMIT_S = 7 * 86400.0
 """The episode's own limit ends the program long before."""
 _QUOTED_CHARS = 1500
-
-
-class AgentCommandError(RuntimeError):
-    """The program ended badly before it had asked for a single reply: its command or its installation is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,10 @@ class AgentCommand:
     name: str = field(default="agent-command", init=False)
 
     async def run(self, task: Task, sandbox: Sandbox, conversation: Conversation) -> None:
-        """Runs the program to its end. Raises what kept its last request from a reply, and AgentFailed."""
+        """Runs the program to its end.
+
+        Raises what kept its last request from a reply, AgentFailed, and AgentCommandError when it never asked.
+        """
         assert isinstance(conversation, Session), "agent-command speaks through a gateway session"
         try:
             await self._open_relay(sandbox)

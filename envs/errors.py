@@ -15,6 +15,8 @@ EpisodeError
 +-- VerifierError       no valid reward came                                          -> verifier_error
 +-- GroupDeadline       the time of its group is over                                 -> cancelled
 BudgetExceeded          a teacher's budget is spent; ends the run with what is done kept
+AgentCommandError       a third-party agent never came to ask for a reply; ends the run
+TeacherRefused          a teacher will never answer: wrong key, model or field; ends the run
 TaskError               a Task directory is malformed; raised before any work starts
 """
 
@@ -93,6 +95,14 @@ class GroupDeadline(EpisodeError):
 
 class BudgetExceeded(RuntimeError):
     """What a teacher may cost is spent: the run ends with what is done kept, and the rest is not played."""
+
+
+class AgentCommandError(ValueError):
+    """An agent's program ended badly before its first request: its command or its installation is wrong."""
+
+
+class TeacherRefused(ValueError):
+    """A teacher's endpoint will never answer such a request: a wrong key, model or field."""
 
 
 class TaskError(ValueError):

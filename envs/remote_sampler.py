@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from envs.conversation import TurnLog
-from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TurnLimit
+from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
 from envs.sampler import SamplingParams
 from trajectories.schema import Turn, Usage
 
@@ -32,10 +32,6 @@ _FIRST_LIMIT = 8.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 60.0
 _DEFAULT_PAUSE_S = 1.0
 """After a 429 that names no time."""
-
-
-class TeacherRefused(ValueError):
-    """The endpoint will never answer this: a wrong key, model or field. Ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +76,7 @@ class Teacher:
         if not self.api_key_env:
             return "none"
         if not (key := os.environ.get(self.api_key_env)):
-            raise ValueError(
-                f"environment variable {self.api_key_env} (teacher.api_key_env) is not set; export the key"
-            )
+            raise ValueError(f"environment variable {self.api_key_env} (teacher.api_key_env) is not set; export it")
         return key
 
     def share(self, num_workers: int, spent: Usage) -> "Teacher":
@@ -91,14 +85,12 @@ class Teacher:
         Budgets are split evenly and kept by each worker on its own, so no request waits for another process.
         """
         tokens, cost = self.max_tokens, self.max_cost_usd
-        left = replace(
+        return replace(
             self,
             max_tokens=None if tokens is None else (tokens - spent.num_tokens) // num_workers,
             max_cost_usd=None if cost is None else (cost - spent.cost_usd) / num_workers,
             max_concurrency=max(1, self.max_concurrency // num_workers),
         )
-        _Budget(left).check()
-        return left
 
 
 class RemoteConversation:
@@ -243,8 +235,7 @@ class Limiter:
             await self._changed.wait_for(lambda: self._running < int(self.limit))
             self._running += 1
         try:
-            while (wait_s := self._paused_until - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
+            await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
             yield time.monotonic()
         finally:
             self._running -= 1
@@ -277,9 +268,8 @@ class _Budget:
         if tokens is not None and self.spent.num_tokens >= tokens:
             raise BudgetExceeded(f"teacher.max_tokens is spent ({self.spent.num_tokens} of {max(0, tokens)} here)")
         if cost is not None and self.spent.cost_usd >= cost:
-            raise BudgetExceeded(
-                f"teacher.max_cost_usd is spent ({self.spent.cost_usd:.4f} of {max(0.0, cost):.4f} here)"
-            )
+            spent = f"{self.spent.cost_usd:.4f} of {max(0.0, cost):.4f} here"
+            raise BudgetExceeded(f"teacher.max_cost_usd is spent ({spent})")
 
     def add(self, reported: Any) -> Usage:
         """Books what a response reports, and returns it. Raises TeacherRefused when a budget cannot be kept."""
@@ -287,10 +277,9 @@ class _Budget:
             raise TeacherRefused(f"{self._teacher.base_url} reports no usage, so no budget can be kept; leave it out")
         num_prompt = int(reported.prompt_tokens) if reported else 0
         num_sampled = int(reported.completion_tokens) if reported else 0
-        cost = (
-            num_prompt * self._teacher.prompt_usd_per_million + num_sampled * self._teacher.completion_usd_per_million
-        )
-        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_sampled, cost_usd=cost / 1e6)
+        prices = self._teacher.prompt_usd_per_million, self._teacher.completion_usd_per_million
+        cost_usd = (num_prompt * prices[0] + num_sampled * prices[1]) / 1e6
+        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_sampled, cost_usd=cost_usd)
         self.spent = self.spent + usage
         return usage
 
@@ -315,14 +304,10 @@ def _refusal(error: "openai.APIStatusError", teacher: Teacher) -> Exception:
         return ContextLimit(f"teacher {teacher.model}: {error.message}")
     if error.status_code in (408, 409):
         return SamplerError(f"teacher {teacher.model}: {error.message}")
-    where = (
-        f"; the key is read from {teacher.api_key_env}"
-        if error.status_code in (401, 403) and teacher.api_key_env
-        else ""
-    )
-    return TeacherRefused(
-        f"{teacher.base_url} refuses model {teacher.model}: {error.status_code} {error.message}{where}"
-    )
+    problem = f"{teacher.base_url} refuses model {teacher.model}: {error.status_code} {error.message}"
+    if error.status_code in (401, 403):
+        problem += f"; teacher.api_key_env is {teacher.api_key_env!r}"
+    return TeacherRefused(problem)
 
 
 def _backoff_s(num_failures: int) -> float:

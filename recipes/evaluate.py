@@ -17,6 +17,7 @@ from typing import Any
 from actors.cluster import ClusterConfig, start_cluster
 from actors.rollout_pool import RolloutPoolConfig
 from envs.build import EpisodeConfig
+from envs.remote_sampler import Teacher
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from recipes.launch import launch
@@ -45,6 +46,8 @@ class Config:
     """Play each Task once more, greedily."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    teacher: Teacher = field(default_factory=Teacher)
+    """An OpenAI-compatible endpoint that plays instead of the policy, through harness terminus-2."""
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     wandb: bool = False
@@ -59,7 +62,7 @@ async def main(config: Config) -> dict[str, Any]:
     """Evaluates and returns the summary that it wrote."""
     with Run.open(config.run, config, wandb=config.wandb) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
-        player = player_of(config.policy, config.episode)
+        player = player_of(config.policy, config.episode, config.teacher)
         async with start_cluster(config.cluster), serve(player, config.policy.pool) as served:
             summary = await _evaluate(config, run, tasks, served, config.episode, attempts=config.attempts)
             if config.greedy:

@@ -1,7 +1,7 @@
 """The door: the gateway on a unix socket that sandboxes without a network see, and nothing else beside themselves.
 
-Invariant: it listens on its own socket alone, and only while sandboxes may run. Made by envs/build.py, one for a rollout
-worker; opened and closed by the worker's provider.
+Invariant: it listens on its own socket alone, and only while sandboxes may run. Made by envs/build.py, one for each
+rollout worker; opened and closed by the worker's provider.
 """
 
 import asyncio
