@@ -164,6 +164,11 @@ class Endpoint:
             failures.append(f"no reply within {self._teacher.reply_deadline_s:g} s")
         raise SamplerError(f"teacher {self._teacher.model}: {'; '.join(failures[-3:])}")
 
+    async def close(self) -> None:
+        """Ends the client's connections."""
+        if self._client is not None:
+            await self._client.close()
+
     async def _attempt(
         self, messages: Sequence[dict[str, str]], params: SamplingParams, failures: list[str]
     ) -> RemoteReply | None:
