@@ -20,7 +20,7 @@ from envs.build import EpisodeConfig, HarnessName
 from envs.remote_sampler import Teacher
 from envs.tasksets import resolve_tasks
 from recipes.launch import launch
-from recipes.play import play_tasks, player_of, serve
+from recipes.play import TEACHER_LIMITS, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
 from recipes.run import Run
 from trajectories.metrics import summarize_groups
@@ -55,7 +55,7 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Harvests and returns the summary that it wrote."""
-    with Run.open(config.run, config, wandb=config.wandb) as run:
+    with Run.open(config.run, config, wandb=config.wandb, may_differ=TEACHER_LIMITS) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
         player = player_of(config.policy, config.episode, config.teacher)
         async with start_cluster(config.cluster), serve(player, config.policy.pool) as served:

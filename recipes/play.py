@@ -27,6 +27,9 @@ from trajectories.store import scan
 
 logger = logging.getLogger(__name__)
 
+TEACHER_LIMITS = ("teacher.max_tokens", "teacher.max_cost_usd", "teacher.max_concurrency")
+"""What a run that goes on may be given anew."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:

@@ -74,14 +74,19 @@ def make_gateway(
 
 def openai_client(gateway: Gateway, token: str | None = None) -> Any:
     """The `openai` package's client, its requests answered in this process."""
+    return client_of_app(gateway.app, token or gateway.session.token)
+
+
+def client_of_app(app: Any, token: str) -> Any:
+    """The same for an application that is not a Gateway's."""
     import httpx2
     import openai
 
     return openai.AsyncOpenAI(
         base_url="http://door/v1",
-        api_key=token or gateway.session.token,
+        api_key=token,
         max_retries=0,
-        http_client=httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app)),
+        http_client=httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app)),
     )
 
 
