@@ -125,11 +125,15 @@ async def test_a_program_that_speaks_openais_protocol_leaves_the_engines_own_tok
         answer = await client.chat.completions.create(
             model=MODEL, messages=messages, logprobs=True, extra_body={"return_token_ids": True}
         )
-        assert answer.choices[0].token_ids == list(session.turns[-1].tokens.sampled_ids)
+        assert answer.choices[0].token_ids == list(_sampled(session)[-1])
         messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go on"}]
     (sample,) = trajectory_samples(as_trajectory(session))
     assert sample.ids[: len(answer.prompt_token_ids)].tolist() == answer.prompt_token_ids
-    assert int(sample.mask.sum()) == sum(len(turn.tokens.sampled_ids) for turn in session.turns)
+    assert int(sample.mask.sum()) == sum(map(len, _sampled(session)))
     again = await pool.servers[0].probe(sample.ids.tolist(), 30)
     recomputed = np.asarray(again)[-len(sample.ids) + 1 :][sample.mask[1:]]
     np.testing.assert_allclose(sample.logprobs[sample.mask], recomputed, atol=1e-3)
+
+
+def _sampled(session: Session) -> list[tuple[int, ...]]:
+    return [turn.tokens.sampled_ids for turn in session.turns if turn.tokens is not None]
