@@ -3,10 +3,6 @@
 Invariant: a prompt that goes on from a sampled reply holds exactly the ids that were sent and sampled before it; what
 was sampled is recorded before the client hears of it. Opened by envs/gateway/door.py; protocols call `reply` and
 `complete`, a Harness reads `turns` and `failure`.
-
-A request is matched against what this session knows: the longest known dialogue that it starts with keeps its ids, and
-only what follows is rendered. Where it goes on from the end of a branch, the branch grows; a rewritten history, another
-set of tools or a second dialogue beside the first starts a branch of its own (one Sample each, a break in between).
 """
 
 import asyncio
@@ -14,15 +10,16 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from envs.errors import ContextLimit, EpisodeError, TurnLimit
 from envs.gateway.dialogue import Said, Tool, parse_reply
+from envs.gateway.history import History, Reply
 from envs.gateway.prompts import ChatPrompts
 from envs.sampler import Completion, Sampler, SamplingParams
-from trajectories.schema import Turn, TurnTokens
+from trajectories.schema import Turn
 
 
 class SessionClosed(Exception):
@@ -88,7 +85,7 @@ class Session:
         """Dialogues by the id under which a protocol lets a client go on from them."""
         self._prompts = prompts
         self._sampler = sampler
-        self._branches: list[_Branch] = []
+        self._history = History(prompts)
         self._running: set[asyncio.Task[Completion]] = set()
         self._num_asked = 0
         self._is_closed = False
@@ -108,25 +105,17 @@ class Session:
     @property
     def prompt(self) -> str:
         """What was said before the first reply, as text."""
-        return self._branches[0].replies[0].asked if self._branches else ""
+        return self._history.prompt
 
     @property
     def turns(self) -> Sequence[Turn]:
         """All Turns, branch after branch, each branch in the order of time."""
-        replies = [(branch, reply) for branch in self._branches for reply in branch.replies]
-        turns: list[Turn] = []
-        context: list[int] = []
-        for k, (branch, reply) in enumerate(replies):
-            prompt_ids = branch.ids[: reply.prompt_len]
-            following = replies[k + 1][1] if k + 1 < len(replies) else None
-            turns.append(reply.turn(_common_length(context, prompt_ids), prompt_ids, following))
-            context = branch.ids[: reply.end]
-        return turns
+        return self._history.turns()
 
     @property
     def was_cut(self) -> bool:
         """Whether the last reply was cut at its token limit."""
-        return bool(self._branches) and self._branches[-1].replies[-1].completion.finish_reason == "length"
+        return self._history.was_cut
 
     async def ask(self, message: str) -> str:
         """The reply to one more user message. Raises what `reply` raises."""
@@ -139,7 +128,7 @@ class Session:
     @property
     def num_breaks(self) -> int:
         """How many branches were begun after the first."""
-        return max(0, len(self._branches) - 1)
+        return self._history.num_breaks
 
     async def reply(self, said: Sequence[Said], tools: Sequence[Tool], wanted: Wanted, *, parse: bool = True) -> Answer:
         """The policy's reply to a dialogue; `parse` reads tool calls out of it.
@@ -147,17 +136,18 @@ class Session:
         Raises TurnLimit, ContextLimit or SamplerError (kept as `failure`), TooManyRequests, SessionClosed, and
         TemplateRefused when the policy's template has no form for the dialogue.
         """
-        known = self._known(said, tools)
+        known = self._history.find(said, tools)
         asked = said[known.reply.num_said :] if known else said
         if known:
             prompt_ids = known.ids + self._prompts.following(asked, tools, known.reply.completion.ids)
         else:
             prompt_ids = self._prompts.first(said, tools)
         text = "\n\n".join(each.text for each in asked)
+        num_known = len(known.ids) if known else 0
         completion, began = await self._sample(prompt_ids, wanted)
         words = self._prompts.renderer.decode(completion.ids)
         answered = parse_reply(words) if parse else Said(role="assistant", content=words)
-        reply = _Reply(
+        reply = Reply(
             asked=text,
             text=words,
             prompt_len=len(prompt_ids),
@@ -165,28 +155,29 @@ class Session:
             completion=completion,
             began=began,
         )
-        self._record(known, reply, prompt_ids, [*said, answered], tuple(tools))
+        self._history.record(known, reply, prompt_ids, [*said, answered], tuple(tools))
         return Answer(
-            said=answered, completion=completion, prompt_ids=tuple(prompt_ids), num_known=_length(known), text=words
+            said=answered, completion=completion, prompt_ids=tuple(prompt_ids), num_known=num_known, text=words
         )
 
     async def complete(self, prompt: str | Sequence[int], wanted: Wanted) -> Answer:
         """The continuation of a prompt that its sender has templated. Raises as `reply`, TemplateRefused apart."""
-        known, prompt_ids = self._known_raw(prompt)
+        known, prompt_ids = self._history.find_raw(prompt)
+        num_known = len(known.ids) if known else 0
         completion, began = await self._sample(prompt_ids, wanted)
         words = self._prompts.renderer.decode(completion.ids)
-        reply = _Reply(
-            asked=self._prompts.spell(prompt_ids[_length(known) :]),
+        reply = Reply(
+            asked=self._prompts.spell(prompt_ids[num_known:]),
             text=words,
             prompt_len=len(prompt_ids),
             num_said=0,
             completion=completion,
             began=began,
         )
-        self._record(known, reply, prompt_ids, [], None)
+        self._history.record(known, reply, prompt_ids, [], None)
         answered = Said(role="assistant", content=words)
         return Answer(
-            said=answered, completion=completion, prompt_ids=tuple(prompt_ids), num_known=_length(known), text=words
+            said=answered, completion=completion, prompt_ids=tuple(prompt_ids), num_known=num_known, text=words
         )
 
     def count_tokens(self, said: Sequence[Said], tools: Sequence[Tool]) -> int:
@@ -233,8 +224,7 @@ class Session:
             self._running.discard(task)
 
     def _params(self, num_prompt: int, wanted: Wanted) -> SamplingParams:
-        num_replies = sum(len(branch.replies) for branch in self._branches)
-        if num_replies + len(self._running) >= self.config.max_turns:
+        if self._history.num_replies + len(self._running) >= self.config.max_turns:
             raise TurnLimit(f"{self.config.max_turns} turns are played")
         free = self.config.context_tokens - num_prompt
         if free < 1:
@@ -257,61 +247,6 @@ class Session:
         text = f"{self.config.sampling.seed}/{self.key}/{self._num_asked}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
-    # -- matching and recording ---------------------------------------------------------------------------------------
-
-    def _known(self, said: Sequence[Said], tools: Sequence[Tool]) -> "_Known | None":
-        """The longest known start of the dialogue that ends with a reply."""
-        found: _Known | None = None
-        for branch in self._branches:
-            if branch.tools != tuple(tools):
-                continue
-            num_shared = _common_length(branch.said, said)
-            for reply in branch.replies:
-                is_longer = found is None or reply.num_said > found.reply.num_said
-                if reply.num_said <= num_shared and reply.num_said < len(said) and is_longer:
-                    found = _Known(branch=branch, reply=reply, ids=branch.ids[: reply.end])
-        return found
-
-    def _known_raw(self, prompt: str | Sequence[int]) -> "tuple[_Known | None, list[int]]":
-        """As `_known`, of a prompt that its sender has templated, and the ids of that prompt.
-
-        A sender may have left the stop token away; then all before it is known, and the prefix breaks there.
-        """
-        found: _Known | None = None
-        rest = prompt
-        for known in self._raw_starts():
-            start = self._prompts.spell(known.ids) if isinstance(prompt, str) else known.ids
-            if prompt[: len(start)] == start and len(known.ids) > _length(found):
-                found, rest = known, prompt[len(start) :]
-        rest_ids = self._prompts.raw(rest) if isinstance(rest, str) else list(rest)
-        return found, (found.ids if found else []) + rest_ids
-
-    def _raw_starts(self) -> "Iterator[_Known]":
-        for branch in self._branches:
-            for reply in branch.replies if branch.tools is None else ():
-                ids = branch.ids[: reply.end]
-                yield _Known(branch=branch, reply=reply, ids=ids)
-                if ids[-1] in self._prompts.renderer.stop_ids:
-                    yield _Known(branch=branch, reply=reply, ids=ids[:-1])
-
-    def _record(
-        self,
-        known: "_Known | None",
-        reply: "_Reply",
-        prompt_ids: list[int],
-        said: list[Said],
-        tools: tuple[Tool, ...] | None,
-    ) -> None:
-        """Adds the reply to the branch that it goes on from the very end of, else to a new one."""
-        if known and known.branch.replies[-1] is known.reply and len(known.ids) == known.reply.end:
-            branch = known.branch
-        else:
-            branch = _Branch(tools=tools)
-            self._branches.append(branch)
-        branch.ids[:] = [*prompt_ids, *reply.completion.ids]
-        branch.said[:] = said
-        branch.replies.append(reply)
-
 
 class Sessions:
     """The open sessions, by token. A session that nobody holds any more is gone from here too."""
@@ -329,70 +264,6 @@ class Sessions:
         _, _, rest = token.partition(".")
         session = self._by_id.get(rest.partition(".")[0])
         return session if session is not None and session.accepts(token) else None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Reply:
-    asked: str
-    """What was said since the reply before, as text."""
-    text: str
-    prompt_len: int
-    num_said: int
-    """Messages of the dialogue, this reply included."""
-    completion: Completion
-    began: float
-    ended: float = field(default_factory=time.monotonic)
-
-    @property
-    def end(self) -> int:
-        """Ids of the branch, this reply included."""
-        return self.prompt_len + len(self.completion.ids)
-
-    def turn(self, prefix_len: int, prompt_ids: Sequence[int], following: "_Reply | None") -> Turn:
-        tokens = TurnTokens(
-            prefix_len=prefix_len,
-            new_ids=tuple(prompt_ids[prefix_len:]),
-            sampled_ids=self.completion.ids,
-            logprobs=self.completion.logprobs,
-            spans=self.completion.spans,
-        )
-        return Turn(
-            reply=self.text,
-            observation=following.asked if following else "",
-            finish_reason=self.completion.finish_reason,
-            tokens=tokens,
-            sample_s=self.ended - self.began,
-            execute_s=max(0.0, following.began - self.ended) if following else 0.0,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Branch:
-    tools: tuple[Tool, ...] | None
-    """None: prompts that their sender has templated."""
-    ids: list[int] = field(default_factory=list[int])
-    said: list[Said] = field(default_factory=list[Said])
-    replies: list[_Reply] = field(default_factory=list[_Reply])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    branch: _Branch
-    reply: _Reply
-    ids: list[int]
-    """What is known to stand at the start of the prompt."""
-
-
-def _length(known: _Known | None) -> int:
-    return len(known.ids) if known else 0
-
-
-def _common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """How long a start the two share."""
-    for k, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return k
-    return min(len(one), len(other))
 
 
 def _is_cancelled() -> bool:
