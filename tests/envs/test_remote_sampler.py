@@ -4,15 +4,25 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from envs import remote_sampler
+from envs.episode import Episode
 from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
+from envs.group import run_group
+from envs.harbor import load_task
+from envs.harness import Conversation
 from envs.remote_sampler import Endpoint, Limiter, RemoteConversation, Teacher, retry_after_s
 from envs.sampler import SamplingParams
+from envs.sandbox import Sandbox
+from envs.task import Task
+from tests.envs.task_dirs import make_task_dir
+from tests.fakes.directory_sandbox import DirectoryProvider
 from tests.fakes.endpoint import Fails, FakeEndpoint, Hangs
+from tests.fakes.harness import FunctionHarness
 from trajectories.schema import Usage
 
 SAMPLING = SamplingParams(temperature=0.5, max_tokens=50)
@@ -165,6 +175,24 @@ async def test_a_spent_budget_of_tokens_ends_it() -> None:
         with pytest.raises(BudgetExceeded, match=r"max_tokens is spent \(330 of 330 here\)"):
             await ask(endpoint)
     assert fake.num_answered == 3
+
+
+async def test_a_spent_budget_ends_a_group_as_itself(tmp_path: Path) -> None:
+    """Not as an ExceptionGroup, which no recipe could tell from a bug, and not as an Outcome, which would be stored."""
+
+    async def talk(task: Task, sandbox: Sandbox, conversation: Conversation) -> None:
+        while True:
+            await conversation.ask("go on")
+
+    async with asking(FakeEndpoint(), max_tokens=550) as endpoint:
+        episode = Episode(
+            provider=DirectoryProvider(tmp_path / "boxes"),
+            harness=FunctionHarness(talk),
+            converse=lambda task, key: conversation(endpoint, max_turns=99),
+        )
+        task = load_task(make_task_dir(tmp_path))
+        with pytest.raises(BudgetExceeded, match="max_tokens is spent"):
+            await run_group(task, size=3, episode=episode, group_id="g", deadline_s=30)
 
 
 async def test_a_spent_budget_of_money_ends_it() -> None:
