@@ -20,6 +20,7 @@ from actors.errors import ClusterError
 from actors.rollout_fleet import RolloutFleet
 from actors.rollout_worker import RolloutWorkerActor
 from envs.build import EpisodeConfig
+from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.buffer import GroupBuffer
@@ -243,11 +244,12 @@ async def start_rollout_pool(
     store: Path,
     prefix: str,
     model: Path | None = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | Teacher | None = None,
 ) -> AsyncIterator[RolloutPool]:
     """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
 
-    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
+    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`; a
+    Teacher in its place needs no model.
     """
     actor = RolloutWorkerActor.options(max_concurrency=1024, max_restarts=-1, **config.resources.options())
     names = [f"{prefix}-{index}" for index in range(config.num_workers)]

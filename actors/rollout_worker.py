@@ -12,6 +12,7 @@ import ray
 
 from envs.build import EpisodeConfig, build_episode
 from envs.group import run_group
+from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.handle import GroupHandle, Location, summarize
@@ -22,7 +23,7 @@ class RolloutWorker:
     """Plays Groups with one Episode config, writing to a segment of its own."""
 
     def __init__(
-        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | None
+        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | Teacher | None
     ) -> None:
         self._config = config
         self._episode = build_episode(config, model=model, sampler=sampler)

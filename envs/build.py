@@ -5,25 +5,35 @@ actors/rollout_worker.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from envs.agent_command import AgentCommand, AgentCommandConfig
 from envs.conversation import SampledConversation, ScriptedConversation
 from envs.episode import Episode
+from envs.gateway.door import BOX_DIRECTORY, Door, DoorProvider
+from envs.gateway.prompts import ChatPrompts
+from envs.gateway.session import Session, SessionConfig, Sessions
 from envs.harness import Conversation, Harness
 from envs.local.provider import LocalConfig, LocalProvider
+from envs.local.staging import stage
 from envs.nop import NopHarness
 from envs.oracle import oracle_conversation
+from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
+from envs.sandbox import SandboxProvider
 from envs.task import Task
 from envs.terminus2.harness import Malformed, Terminus2
 from envs.terminus2.prompts import COMPACT, FULL, Prompts
 from envs.timeouts import TimeoutRule
+
+Parts = tuple[SandboxProvider, Harness, Callable[[Task, str], Conversation]]
+"""What an Episode plays with."""
 
 
 class HarnessName(StrEnum):
@@ -33,13 +43,15 @@ class HarnessName(StrEnum):
     """A served policy drives a terminal."""
     ORACLE = "oracle"
     """The reference solution, played through the same terminal in the same reply format."""
+    AGENT_COMMAND = "agent-command"
+    """A third-party agent inside the sandbox, on a served policy; `agent.command` says which."""
     NOP = "nop"
     """Nobody: the Verifier judges an untouched Sandbox."""
 
     @property
     def needs_policy(self) -> bool:
         """Whether a policy must be served."""
-        return self is HarnessName.TERMINUS_2
+        return self in (HarnessName.TERMINUS_2, HarnessName.AGENT_COMMAND)
 
 
 class PromptStyle(StrEnum):
@@ -80,6 +92,8 @@ class EpisodeConfig:
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
     sandbox: LocalConfig = field(default_factory=LocalConfig)
+    agent: AgentCommandConfig = field(default_factory=AgentCommandConfig)
+    """What harness agent-command runs."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
@@ -96,20 +110,54 @@ class EpisodeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
+        if (self.harness is HarnessName.AGENT_COMMAND) != bool(self.agent.command):
+            raise ValueError(
+                f"harness agent-command and agent.command go together, got {self.harness} and {self.agent.command!r}"
+            )
 
 
-def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
-    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither."""
+def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | Teacher | None) -> Episode:
+    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither.
+
+    A Teacher in the place of the sampler is asked over HTTP, by text, and needs no model directory.
+    """
+    parts = _agent_parts if config.harness is HarnessName.AGENT_COMMAND else _parts
+    provider, harness, converse = parts(config, model, sampler)
     return Episode(
-        provider=LocalProvider(config.sandbox),
-        harness=_harness(config),
-        converse=_converse(config, model, sampler),
+        provider=provider,
+        harness=harness,
+        converse=converse,
         agent_timeout_s=config.agent_timeout_s,
         max_agent_timeout_s=config.max_agent_timeout_s,
         timeout_rule=config.timeout_rule,
         timeout_multiplier=config.timeout_multiplier,
         max_verifier_timeout_s=config.max_verifier_timeout_s,
-        provenance={"player": str(config.harness), "model": str(model or config.harness)},
+        provenance={"player": str(config.harness), "model": _model_name(config, model, sampler)},
+    )
+
+
+def _model_name(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> str:
+    return sampler.model if isinstance(sampler, Teacher) else str(model or config.harness)
+
+
+def _parts(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> Parts:
+    return LocalProvider(config.sandbox), _harness(config), _converse(config, model, sampler)
+
+
+def _agent_parts(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> Parts:
+    """A door of this worker's own, sandboxes that see it, and sessions behind it."""
+    from envs.gateway.app import make_app  # a web framework, for those alone who open a door
+
+    if model is None or sampler is None or isinstance(sampler, Teacher):
+        raise ValueError(f"harness {config.harness} needs a served policy, whose exact tokens the gateway records")
+    prompts, sessions = ChatPrompts(load_renderer(model)), Sessions()
+    limits = SessionConfig(sampling=config.sampling, max_turns=config.max_turns, context_tokens=config.context_tokens)
+    door = Door(make_app(sessions, prompts, model=config.agent.model))
+    mounts = (*config.sandbox.mounts, f"{door.directory}:{BOX_DIRECTORY}")
+    return (
+        DoorProvider(LocalProvider(replace(config.sandbox, mounts=mounts)), door),
+        AgentCommand(config=config.agent, stage=lambda: stage(config.sandbox.cache_dir)),
+        lambda task, key: sessions.add(Session(prompts, sampler, limits, key=key)),
     )
 
 
@@ -120,12 +168,15 @@ def _harness(config: EpisodeConfig) -> Harness:
 
 
 def _converse(
-    config: EpisodeConfig, model: Path | None, sampler: Sampler | None
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None
 ) -> Callable[[Task, str], Conversation]:
     if config.harness is HarnessName.NOP:
         return lambda task, key: ScriptedConversation(())
     if config.harness is HarnessName.ORACLE:
         return lambda task, key: oracle_conversation(task, config.prompts.prompts)
+    if isinstance(sampler, Teacher):
+        endpoint = Endpoint(sampler)
+        return lambda task, key: RemoteConversation(endpoint, config.sampling, max_turns=config.max_turns)
     if model is None or sampler is None:
         raise ValueError(f"harness {config.harness} needs a served policy")
     renderer = load_renderer(model)

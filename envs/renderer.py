@@ -153,7 +153,7 @@ class ChatRenderer:
 
     @cached_property
     def _compiled(self) -> Any:
-        return _compile(self.template)
+        return compile_template(self.template)
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -229,7 +229,7 @@ def _spelling(token: object) -> str:
     return str(cast(dict[str, Any], token)["content"]) if isinstance(token, dict) else str(token)
 
 
-def _compile(source: str) -> Any:
+def compile_template(source: str) -> Any:
     """The template as transformers compiles it: trimmed blocks, loop controls, `raise_exception`, plain `tojson`."""
     environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -3,8 +3,10 @@
 Invariant: each (Task, attempt) is in the store exactly once, however often the run is started again.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import start_inference_pool
 from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, start_rollout_pool
 from envs.build import EpisodeConfig, HarnessName
+from envs.errors import BudgetExceeded
+from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from recipes.policies import PolicyConfig, resolve_policy
@@ -21,27 +25,44 @@ from recipes.run import Run
 from trajectories.handle import GroupHandle, summarize
 from trajectories.ledger import Ledger, LedgerError
 from trajectories.ledger_index import GroupState
+from trajectories.schema import Usage
 from trajectories.store import scan
+
+logger = logging.getLogger(__name__)
+
+TEACHER_LIMITS = ("teacher.max_tokens", "teacher.max_cost_usd", "teacher.max_concurrency")
+"""What a run that goes on may be given anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """Who plays: a served policy, or nobody where the harness needs none."""
 
-    sampler: Sampler | None
+    sampler: Sampler | Teacher | None
     model: Path | None
     facts: dict[str, Any]
     """For the summary: the model and the engine's class."""
 
 
-def player_of(policy: PolicyConfig, episode: EpisodeConfig) -> Path | HarnessName:
-    """The policy's model directory, or the harness where it needs no policy; ValueError before any work starts."""
+def player_of(policy: PolicyConfig, episode: EpisodeConfig, teacher: Teacher) -> Path | HarnessName | Teacher:
+    """The policy's model directory, the teacher in its place, or the harness where it needs neither.
+
+    ValueError before any work starts.
+    """
+    if teacher.is_asked:
+        if episode.harness is not HarnessName.TERMINUS_2:
+            raise ValueError(f"a teacher plays harness terminus-2, got {episode.harness}; add --harness terminus-2")
+        teacher.key()
+        return teacher
     return resolve_policy(policy.model) if episode.harness.needs_policy else episode.harness
 
 
 @asynccontextmanager
-async def serve(player: Path | HarnessName, config: InferencePoolConfig) -> AsyncIterator[Served]:
+async def serve(player: Path | HarnessName | Teacher, config: InferencePoolConfig) -> AsyncIterator[Served]:
     """Serves the player for the length of the block, if it is a policy."""
+    if isinstance(player, Teacher):
+        yield Served(sampler=player, model=None, facts={"model": player.model, "teacher": player.base_url})
+        return
     if isinstance(player, HarnessName):
         yield Served(sampler=None, model=None, facts={"model": str(player)})
         return
@@ -63,7 +84,8 @@ async def play_tasks(
 ) -> tuple[list[GroupHandle], dict[str, Any]]:
     """Plays `attempts` rollouts of each Task that the store lacks.
 
-    Returns the handles of all Groups, earlier ones included, in the order of `tasks`, and facts for the summary.
+    Returns the handles of all Groups, earlier ones included, in the order of `tasks`, and facts for the summary. A
+    teacher whose budget is spent ends this early: the handles then lack the Tasks that it did not play.
     """
     run.pin("tasks", task_set_facts(tasks))
     store.mkdir(parents=True, exist_ok=True)
@@ -81,15 +103,17 @@ async def play_tasks(
             store=store,
             prefix=f"part-{num_resumed}",
             model=served.model,
-            sampler=served.sampler,
+            sampler=_shared(served.sampler, rollouts.num_workers, store),
         ) as workers:
             facts["sandbox"] = workers.sandbox
-            with run.progress(what, total=len(missing)) as progress:
+            with run.progress(what, total=len(missing)) as progress, _ending_at_budget(facts):
                 async for handle in workers.play_all(missing, attempts, ledger):
                     handles[handle.group_id] = handle
                     progress.advance()
             facts |= _report_recoveries(run, workers)
-    return [handles[task.id] for task in tasks], facts
+    if isinstance(served.sampler, Teacher):
+        facts["usage"] = dataclasses.asdict(usage_of(store))
+    return [handles[task.id] for task in tasks if task.id in handles], facts
 
 
 def issue_missing(tasks: Sequence[Task], stored: Mapping[str, GroupHandle], ledger: Ledger) -> list[GroupRequest]:
@@ -114,3 +138,26 @@ def _report_recoveries(run: Run, workers: RolloutPool) -> dict[str, float]:
         if count:
             run.event(name.removeprefix("recovery/"), count=count)
     return metrics
+
+
+def usage_of(store: Path) -> Usage:
+    """What the Trajectories of a store have cost, over all the runs that wrote them."""
+    total = Usage(prompt_tokens=0, completion_tokens=0, cost_usd=0.0)
+    for _, group in scan(store):
+        usages = [turn.usage for trajectory in group.trajectories for turn in trajectory.turns]
+        total = sum((usage for usage in usages if usage is not None), total)
+    return total
+
+
+def _shared(sampler: Sampler | Teacher | None, num_workers: int, store: Path) -> Sampler | Teacher | None:
+    return sampler.share(num_workers, usage_of(store)) if isinstance(sampler, Teacher) else sampler
+
+
+@contextmanager
+def _ending_at_budget(facts: dict[str, Any]) -> Iterator[None]:
+    """Ends the block, and says so, when the teacher's budget is spent; started again with more, the run goes on."""
+    try:
+        yield
+    except BudgetExceeded as error:
+        logger.warning("%s; what is played is kept", error)
+        facts["budget_exceeded"] = str(error)

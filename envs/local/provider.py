@@ -66,10 +66,17 @@ class LocalConfig:
     """For the compiled agent; None: /var/cache/thresher for root, else ~/.cache/thresher."""
     cgroup_parent: Path | None = None
     """A delegated cgroup v2 directory; None: that of this process."""
+    mounts: tuple[str, ...] = ()
+    """Directories of this machine that every box sees, read-only, as HOST:INSIDE (an agent's programs, say). Every user
+    must be able to enter them."""
 
     def __post_init__(self) -> None:
         if self.network not in ("none", "refuse"):
             raise ValueError(f'network must be "none" or "refuse", got {self.network!r}')
+        for mount in self.mounts:
+            parts = mount.split(":")
+            if len(parts) != 2 or not all(part.startswith("/") and part != "/" for part in parts):
+                raise ValueError(f"mounts must be HOST:INSIDE, two absolute paths, got {mount!r}")
         for name in ("default_memory_mb", "default_storage_mb", "max_processes", "max_creating"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -218,7 +225,7 @@ class LocalProvider:
         try:
             with theirs:
                 slot.start(
-                    bwrap_arguments(prepared.staged, disk_bytes=storage_mb * _MIB),
+                    bwrap_arguments(prepared.staged, disk_bytes=storage_mb * _MIB, mounts=self.config.mounts),
                     limits,
                     (theirs.fileno(), errors_inside),
                 )

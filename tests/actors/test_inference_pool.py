@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -18,9 +19,15 @@ from actors.inference_pool import InferencePool, start_inference_pool
 from actors.inference_sampler import PoolSampler
 from actors.sync_config import SyncConfig
 from actors.weight_sync import WeightSync
+from envs.gateway.app import make_app
+from envs.gateway.prompts import ChatPrompts
+from envs.gateway.session import Session, SessionConfig, Sessions
 from envs.sampler import SamplingParams
 from tests.actors.tiny_qwen3 import VOCAB_SIZE, TinySource, save_tiny_qwen3
 from tests.contracts.sampler import check_sampler
+from tests.envs.gateway.doors import MODEL, as_trajectory, client_of_app
+from tests.envs.tokens import CHATML_TEMPLATE, tiny_renderer
+from trajectories.samples import trajectory_samples
 from trajectories.schema import PolicyVersion
 
 pytestmark = [
@@ -105,3 +112,28 @@ async def _until(is_true, deadline_s: float) -> None:
     while not is_true():
         assert time.monotonic() - began < deadline_s, "it never came true"
         await asyncio.sleep(0.1)
+
+
+async def test_a_program_that_speaks_openais_protocol_leaves_the_engines_own_tokens(pool: InferencePool):
+    """Three Turns of a client that nobody here wrote; a random policy says bytes that no tokenizer would choose."""
+    config = SessionConfig(sampling=SamplingParams(max_tokens=12, seed=1), context_tokens=256)
+    prompts, sessions = ChatPrompts(tiny_renderer(CHATML_TEMPLATE)), Sessions()
+    session = sessions.add(Session(prompts, pool.sampler(), config, key="t"))
+    client = client_of_app(make_app(sessions, prompts, model=MODEL), session.token)
+    messages = [{"role": "user", "content": "hi"}]
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=messages, logprobs=True, extra_body={"return_token_ids": True}
+        )
+        assert answer.choices[0].token_ids == list(_sampled(session)[-1])
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go on"}]
+    (sample,) = trajectory_samples(as_trajectory(session))
+    assert sample.ids[: len(answer.prompt_token_ids)].tolist() == answer.prompt_token_ids
+    assert int(sample.mask.sum()) == sum(map(len, _sampled(session)))
+    again = await pool.servers[0].probe(sample.ids.tolist(), 30)
+    recomputed = np.asarray(again)[-len(sample.ids) + 1 :][sample.mask[1:]]
+    np.testing.assert_allclose(sample.logprobs[sample.mask], recomputed, atol=1e-3)
+
+
+def _sampled(session: Session) -> list[tuple[int, ...]]:
+    return [turn.tokens.sampled_ids for turn in session.turns if turn.tokens is not None]
