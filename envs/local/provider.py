@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
@@ -194,7 +195,8 @@ class LocalProvider:
         limits = SandboxLimits(
             max_output_bytes=config.max_output_bytes, grace_s=config.grace_s, request_s=config.start_timeout_s
         )
-        sandbox = LocalSandbox(slot, prepared.pool, layout, limits, owner=owner)
+        release = partial(prepared.pool.give_back, slot)
+        sandbox = LocalSandbox(slot, release, layout, limits, owner=owner)
         try:
             await self._start_box(prepared, slot, sandbox, environment)
             await sandbox.put(layout.files)
