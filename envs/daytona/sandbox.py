@@ -24,7 +24,16 @@ from daytona.common.errors import DaytonaNotFoundError
 
 from envs.daytona.config import DaytonaConfig
 from envs.daytona.errors import retried
-from envs.daytona.scripts import DIR, Command, kill_all_script, parse_result, start_script, wait_script
+from envs.daytona.scripts import (
+    DIR,
+    IN_FILE,
+    Command,
+    kill_all_script,
+    parse_result,
+    result_path,
+    start_script,
+    wait_script,
+)
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.sandbox import ExecResult
 
@@ -112,15 +121,7 @@ class DaytonaSandbox:
             return None
         if not size.strip().isdigit() or int(size) > max_bytes:
             raise SandboxError(f"read {path}: longer than max_bytes={max_bytes}")
-        timeout_s = math.ceil(self._config.request_timeout_s)
-
-        async def download() -> bytes | None:
-            try:
-                return await self._remote.fs.download_file(full, timeout_s)
-            except DaytonaNotFoundError:
-                return None
-
-        return await self._service(download, f"read {path}")
+        return await self._download(full)
 
     async def upload_dir(self, source: Path, target: str) -> None:
         """See Sandbox."""
@@ -149,6 +150,8 @@ class DaytonaSandbox:
         while True:
             wait_s = max(0.1, min(self._config.poll_s, timeout_s + 1, deadline - time.monotonic()))
             text = await self._script(f"{start}\n{wait_script(command_id, wait_s=wait_s)}", wait_s=wait_s)
+            if text.strip() == IN_FILE:
+                text = (await self._download(result_path(command_id)) or b"").decode(errors="replace")
             try:
                 result = parse_result(text)
             except ValueError as error:
@@ -196,6 +199,18 @@ class DaytonaSandbox:
     async def _upload(self, data: bytes, path: str) -> None:
         timeout_s = math.ceil(self._config.request_timeout_s)
         await self._service(lambda: self._remote.fs.upload_files([FileUpload(data, path)], timeout_s), "upload")
+
+    async def _download(self, path: str) -> bytes | None:
+        """A file's bytes, None when there is none."""
+        timeout_s = math.ceil(self._config.request_timeout_s)
+
+        async def download() -> bytes | None:
+            try:
+                return await self._remote.fs.download_file(path, timeout_s)
+            except DaytonaNotFoundError:
+                return None
+
+        return await self._service(download, f"read {path}")
 
     async def _service(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         if self._stopping is not None:

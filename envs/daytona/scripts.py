@@ -17,6 +17,9 @@ DIR = "/var/tmp/.thresher"
 """Of commands under way and staged files. Hidden and outside /tmp, which commands like to empty."""
 
 _FAILED = "thresher: cannot start"
+IN_FILE = "in file"
+"""Printed instead of a long result, which is downloaded from `result_path`."""
+_MAX_SHOWN = 256 << 10
 
 # $1 is the command's directory. Its output goes through fifos, whose readers keep the first bytes and drop the rest, so
 # that a flood fills nothing, and which a process left in the background may hold open without holding us up.
@@ -69,10 +72,15 @@ _WAIT = """\
 d={dir}/{id}
 [[ -d $d ]] || {{ echo {failed}; exit 1; }}
 exec 9<>"$d/poke"
+show() {{
+    [[ -e $d/result ]] || return
+    if (( $(stat -c %s "$d/result") > {max_shown} )); then echo {in_file}; else cat "$d/result"; fi
+    exit 0
+}}
 look() {{
-    [[ -e $d/result ]] && {{ cat "$d/result"; exit 0; }}
+    show
     read -r pid <"$d/pid" 2>/dev/null && kill -0 "$pid" 2>/dev/null && return
-    [[ -e $d/result ]] && {{ cat "$d/result"; exit 0; }}
+    show
     printf '137\\n.\\n.\\n'
     exit 0
 }}
@@ -154,8 +162,20 @@ def start_script(command: Command, *, spent: Sequence[str]) -> str:
 
 
 def wait_script(command_id: str, *, wait_s: float) -> str:
-    """Prints the command's result, or "running" after `wait_s`."""
-    return _WAIT.format(dir=DIR, id=command_id, wait_s=f"{wait_s:.3f}", failed=shlex.quote(_FAILED))
+    """Prints the command's result, IN_FILE when that is long, or "running" after `wait_s`."""
+    return _WAIT.format(
+        dir=DIR,
+        id=command_id,
+        wait_s=f"{wait_s:.3f}",
+        failed=shlex.quote(_FAILED),
+        max_shown=_MAX_SHOWN,
+        in_file=shlex.quote(IN_FILE),
+    )
+
+
+def result_path(command_id: str) -> str:
+    """Where the result of a command lies until its id is `spent`."""
+    return f"{DIR}/{command_id}/result"
 
 
 def kill_all_script(baseline: Sequence[str]) -> str:
