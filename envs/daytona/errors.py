@@ -14,13 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from daytona import DaytonaError
-from daytona.common.errors import (
-    DaytonaAuthenticationError,
-    DaytonaConnectionError,
-    DaytonaForbiddenError,
-    DaytonaNotFoundError,
-    DaytonaTimeoutError,
-)
+from daytona.common.errors import DaytonaConnectionError, DaytonaTimeoutError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from envs.creation import CreationGate
@@ -58,9 +52,14 @@ def is_transient(error: BaseException) -> bool:
     return is_capacity(error) or _status(error) in _AGAIN or isinstance(error, DaytonaConnectionError)
 
 
-def _status(error: DaytonaError) -> int | None:
-    """The HTTP status; the client's downloads keep it on the cause alone."""
-    return error.status_code or getattr(error.__cause__, "status", None)
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status. Of some file requests the client keeps it on a cause alone, or under a class of no status."""
+    while error is not None:
+        status = getattr(error, "status_code", None) or getattr(error, "status", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return None
 
 
 def retry_after_s(error: BaseException, *, now: float | None = None) -> float | None:
@@ -82,13 +81,14 @@ def sandbox_error(error: BaseException, what: str) -> EpisodeError:
     lowered = str(error).lower()
     if any(words in lowered for words in _FULL):
         return SandboxDied(text)
-    if isinstance(error, DaytonaAuthenticationError):
+    status = _status(error)
+    if status == 401:
         return SandboxRefused(f"{text}; check that the key is set and valid (daytona.key_variable)")
-    if isinstance(error, DaytonaForbiddenError) and not is_capacity(error):
+    if status == 403 and not is_capacity(error):
         return SandboxRefused(f"{text}; the key lacks the permission or the organization is suspended")
     if is_capacity(error):
         return SandboxQuota(f"{text}; lower creation.per_s or max_rollouts, or raise the account's limits")
-    if isinstance(error, DaytonaNotFoundError):
+    if status == 404:
         return SandboxVanished(f"{text}; it was removed from outside, expired or was preempted")
     if isinstance(error, DaytonaTimeoutError | TimeoutError):
         return SandboxError(f"{text or 'timed out'}; the service was too slow, raise the daytona timeouts")
