@@ -15,6 +15,7 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.creation_gate import start_creation_gate
 from actors.errors import ClusterError
 from actors.rollout_worker import RolloutWorkerActor
 from envs.build import EpisodeConfig
@@ -213,9 +214,10 @@ async def start_rollout_pool(
 
     A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
     """
+    gate = start_creation_gate(episode.sandbox.creation) if episode.sandbox.is_gated else None
     actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
     workers = [
-        actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
+        actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler, gate=gate)
         for index in range(config.num_workers)
     ]
     try:
@@ -231,6 +233,8 @@ async def start_rollout_pool(
     finally:
         for worker in workers:
             ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        if gate is not None:
+            gate.close()
 
 
 async def _cancel(tasks: set) -> None:

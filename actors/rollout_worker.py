@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 
 from envs.build import EpisodeConfig, build_episode
+from envs.creation import CreationGate
 from envs.group import run_group
 from envs.sampler import Sampler
 from envs.task import Task
@@ -19,10 +20,17 @@ class RolloutWorker:
     """Plays Groups with one Episode config, writing to a segment of its own."""
 
     def __init__(
-        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | None
+        self,
+        name: str,
+        config: EpisodeConfig,
+        *,
+        store: Path,
+        model: Path | None,
+        sampler: Sampler | None,
+        gate: CreationGate | None = None,
     ) -> None:
         self._config = config
-        self._episode = build_episode(config, model=model, sampler=sampler)
+        self._episode = build_episode(config, model=model, sampler=sampler, run=store.parent.name, gate=gate)
         self._writer = StoreWriter(store, name)
 
     async def ready(self) -> dict[str, str]:

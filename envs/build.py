@@ -13,11 +13,12 @@ from typing import Annotated
 import tyro
 
 from envs.conversation import SampledConversation, ScriptedConversation
+from envs.creation import CreationGate
 from envs.episode import Episode
 from envs.harness import Conversation, Harness
-from envs.local.provider import LocalConfig, LocalProvider
 from envs.nop import NopHarness
 from envs.oracle import oracle_conversation
+from envs.providers import SandboxConfig, build_provider
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
 from envs.task import Task
@@ -73,7 +74,7 @@ class EpisodeConfig:
     max_verifier_timeout_s: float = 120.0
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
-    sandbox: LocalConfig = field(default_factory=LocalConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
@@ -86,10 +87,20 @@ class EpisodeConfig:
                 raise ValueError(f"{name} must be > 0, got {value}")
 
 
-def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
-    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither."""
+def build_episode(
+    config: EpisodeConfig,
+    *,
+    model: Path | None,
+    sampler: Sampler | None,
+    run: str = "unnamed",
+    gate: CreationGate | None = None,
+) -> Episode:
+    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither.
+
+    `run` names the Leases of its Sandboxes; `gate` is shared with the other workers of the run, None without limits.
+    """
     return Episode(
-        provider=LocalProvider(config.sandbox),
+        provider=build_provider(config.sandbox, run=run, gate=gate),
         harness=_harness(config),
         converse=_converse(config, model, sampler),
         agent_timeout_s=config.agent_timeout_s,

@@ -21,7 +21,7 @@ class ContainerBox:
     """A started client process; `ended` resolves when it has exited. Implements envs.local.sandbox.Box."""
 
     def __init__(self, engine: Engine, name: str, args: Sequence[str], *, deadline_s: float) -> None:
-        self.name = name
+        self.label = name
         self._engine = engine
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ class ContainerBox:
         try:
             status = await self.wait_ended()
             if status is None:  # the client went before the container was removed
-                await self._engine.remove(self.name)
+                await self._engine.remove(self.label)
         finally:
             os.close(self._errors)
 

@@ -37,6 +37,11 @@ class Box(Protocol):
     """What a LocalSandbox knows of the box around its agent."""
 
     @property
+    def label(self) -> str:
+        """What its processes on the host are called by."""
+        ...
+
+    @property
     def ended(self) -> object | None:
         """None before the box was started."""
         ...
@@ -71,6 +76,11 @@ class LocalSandbox:
         self._connection = Connection(self._on_lost)
         self._stopping: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[SandboxDied | SandboxError] | None = None
+
+    @property
+    def label(self) -> str:
+        """Of its box's processes on the host; see envs/local/labels.py."""
+        return self._box.label
 
     @property
     def connection(self) -> Connection:
