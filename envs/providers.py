@@ -12,6 +12,7 @@ from envs.containers.engine import EngineName
 from envs.containers.provider import ContainerConfig, ContainerProvider
 from envs.creation import CreationConfig, CreationGate
 from envs.daytona.config import DaytonaConfig
+from envs.errors import SandboxRefused
 from envs.lease import LeaseRegister, LeaseTerms
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.sandbox import SandboxProvider
@@ -57,13 +58,20 @@ class LeasingProvider(SandboxProvider, LeaseRegister, Protocol):
 
 
 def build_provider(config: SandboxConfig, *, run: str = "unnamed", gate: CreationGate | None = None) -> LeasingProvider:
-    """The configured provider; its Sandboxes carry Leases of `run`. `gate` None: no limit that others share."""
+    """The configured provider; its Sandboxes carry Leases of `run`. `gate` None: no limit that others share.
+
+    Raises SandboxRefused when the provider's client is not installed.
+    """
     terms = LeaseTerms(run=run, duration_s=config.lease_s)
     if config.provider is ProviderName.LOCAL:
         return LocalProvider(config.local, terms=terms, gate=gate)
     if config.provider is ProviderName.DAYTONA:
-        from envs.daytona.provider import DaytonaProvider  # its client takes seconds to import
-
+        try:
+            from envs.daytona.provider import DaytonaProvider  # its client takes seconds to import
+        except ModuleNotFoundError as error:
+            raise SandboxRefused(
+                f"daytona: no module {error.name}; install the daytona extra, or use another provider"
+            ) from error
         return DaytonaProvider(config.daytona, terms=terms, gate=gate)
     engine = EngineName(config.provider.value)
     return ContainerProvider(engine, config.container, terms=terms, gate=gate, cache_dir=config.local.cache_dir)

@@ -46,16 +46,13 @@ async def main(config: Config) -> dict[str, Any]:
     """Prints one line a sandbox; returns how many were found (list) or removed (sweep)."""
     counts = dict[str, Any]()
     for name in config.providers or tuple(ProviderName):
-        provider = build_provider(replace(config.sandbox, provider=name))
         try:
-            found = await _sweep(provider, config) if config.action is Action.SWEEP else await _list(provider, config)
+            found = await _act(name, config)
         except SandboxError as error:
             if config.providers:
                 raise SystemExit(f"error: {name}: {error}") from None
             print(f"{name}: passed over ({error})")
             continue
-        finally:
-            await provider.close()
         for sandbox in found:
             print(describe(sandbox, time.time()))
         counts[str(name)] = len(found)
@@ -71,8 +68,14 @@ def describe(sandbox: LeasedSandbox, now: float) -> str:
     return f"{sandbox.provider} {sandbox.id[:40]} run={lease.run} owner={lease.owner} {left} ({sandbox.state})"
 
 
-async def _list(provider: LeasingProvider, config: Config) -> list[LeasedSandbox]:
-    return [s for s in await provider.list_leases() if config.of_run in (None, s.lease.run)]
+async def _act(name: ProviderName, config: Config) -> list[LeasedSandbox]:
+    provider = build_provider(replace(config.sandbox, provider=name))
+    try:
+        if config.action is Action.SWEEP:
+            return await _sweep(provider, config)
+        return [s for s in await provider.list_leases() if config.of_run in (None, s.lease.run)]
+    finally:
+        await provider.close()
 
 
 async def _sweep(provider: LeasingProvider, config: Config) -> list[LeasedSandbox]:
