@@ -102,7 +102,7 @@ async def kill_at_random(provider: ProviderName, *, kills: int, rng: random.Rand
 def _round(config: SandboxConfig, victim: str, service_pid: int, rng: random.Random) -> list[int]:
     """One life of a driver and its worker, until the kill; returns the pids that hold labels."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["benchmarks.sandbox_kills", "envs.daytona.provider"])
+    processes.set_forkserver_preload(["benchmarks.sandbox_kills", *(["envs.daytona.provider"] if service_pid else [])])
     driver_alive, worker_sees = processes.Pipe()
     told, tells = processes.Pipe(duplex=False)
     driver = processes.Process(target=_drive, args=(driver_alive,), daemon=True)
@@ -117,7 +117,8 @@ def _round(config: SandboxConfig, victim: str, service_pid: int, rng: random.Ran
             raise RuntimeError(f"the worker started no sandbox within {_START_S:g} s")
         time.sleep(rng.uniform(0, 0.25))
         _kill(victim, driver, worker, service_pid, rng)
-        time.sleep(rng.uniform(0, 0.05))
+        # A service finishes the creations that it was asked for; one that ends after the sweep is the next sweep's.
+        time.sleep(rng.uniform(0, 0.05) if not service_pid else 0.3)
     finally:
         for process in (driver, worker):
             process.kill()
