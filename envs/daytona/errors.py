@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from daytona import DaytonaError
 from daytona.common.errors import DaytonaConnectionError, DaytonaTimeoutError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_exponential_jitter
 
 from envs.creation import CreationGate
 from envs.errors import EpisodeError, SandboxDied, SandboxError, SandboxRefused
@@ -109,7 +109,8 @@ async def retried(
 ) -> T:
     """The result of `call`, tried again while that may help and the deadline allows; typed when it does not.
 
-    A Retry-After is waited for in full. With a `gate` it holds back every other creation too.
+    A Retry-After is waited for in full, or not at all when it lies past the deadline. With a `gate`
+    it holds back every other creation too.
     """
 
     async def before_sleep(state: RetryCallState) -> None:
@@ -123,7 +124,7 @@ async def retried(
         async for attempt in AsyncRetrying(
             retry=retry_if_exception(is_transient),
             wait=_wait_s,
-            stop=stop_after_delay(deadline_s),
+            stop=stop_before_delay(deadline_s),
             sleep=asyncio.sleep,
             before_sleep=before_sleep,
             reraise=True,

@@ -100,7 +100,8 @@ class DaytonaProvider:
             finally:
                 await sandbox.stop()
         finally:
-            await asyncio.shield(self._delete(remote))
+            if remote.id in self._alive:  # it could not be set up, or not be deleted
+                await asyncio.shield(self._delete(remote))
 
     async def close(self) -> None:
         """Deletes what is still there of this provider's, and ends the client."""

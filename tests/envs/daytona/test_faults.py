@@ -61,7 +61,7 @@ async def test_a_sandbox_is_created_with_its_lease_and_ends_by_itself(
     assert (asked["autoStopInterval"], asked["autoDeleteInterval"], asked["ttlMinutes"]) == (30, 0, 240)
     assert (asked["cpu"], asked["memory"], asked["networkBlockAll"]) == (2, 2, True)
     assert asked["buildInfo"]["dockerfileContent"].strip() == "FROM base:1"
-    assert api.remotes == {}
+    assert api.remotes == {} and sum(request.startswith("DELETE") for request in api.requests) == 1
 
 
 async def test_a_rate_limit_is_waited_out_by_every_creation(api: DaytonaApi) -> None:
@@ -87,6 +87,14 @@ async def test_a_rate_limit_that_does_not_end_is_a_quota_error(api: DaytonaApi) 
         await use(provider)
     assert caught.value.outcome is Outcome.SANDBOX_ERROR
     await provider.close()
+
+
+async def test_a_rate_limit_longer_than_the_deadline_fails_at_once(api: DaytonaApi, provider: DaytonaProvider) -> None:
+    await provider.provenance()
+    api.faults.append(Fault(on=CREATE, status=429, headers={"Retry-After": "3600"}))
+    async with asyncio.timeout(5):
+        with pytest.raises(SandboxQuota):
+            await use(provider)
 
 
 async def test_a_full_account_is_waited_for(api: DaytonaApi, provider: DaytonaProvider) -> None:
