@@ -102,7 +102,7 @@ async def kill_at_random(provider: ProviderName, *, kills: int, rng: random.Rand
 def _round(config: SandboxConfig, victim: str, service_pid: int, rng: random.Random) -> list[int]:
     """One life of a driver and its worker, until the kill; returns the pids that hold labels."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["benchmarks.sandbox_kills", *(["envs.daytona.provider"] if service_pid else [])])
+    processes.set_forkserver_preload(["envs.providers", *(["envs.daytona.provider"] if service_pid else [])])
     driver_alive, worker_sees = processes.Pipe()
     told, tells = processes.Pipe(duplex=False)
     driver = processes.Process(target=_drive, args=(driver_alive,), daemon=True)
