@@ -249,4 +249,4 @@ async def _service(provider: ProviderName, directory: Path) -> AsyncIterator[tup
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.EnumChoicesFromValues,)))
