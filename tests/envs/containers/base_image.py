@@ -54,6 +54,8 @@ def _pack() -> bytes:
             _add(tar, f"bin/{name}", Path(path).read_bytes(), 0o755)
         for library in sorted(set(_libraries(programs.values()))):
             _add(tar, library.lstrip("/"), Path(library).read_bytes(), 0o755)
+        for locale in sorted(path for path in Path("/usr/lib/locale/C.utf8").rglob("*") if path.is_file()):
+            _add(tar, str(locale).lstrip("/"), locale.read_bytes(), 0o644)  # tmux does not start without
         for terminal in sorted(path for root in _TERMINFO for path in Path(root).glob("[sx]/*-256color")):
             _add(tar, str(terminal).lstrip("/"), terminal.read_bytes(), 0o644)
     return packed.getvalue()
