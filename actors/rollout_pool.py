@@ -16,6 +16,7 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.creation_gate import start_creation_gate
 from actors.errors import ClusterError
 from actors.rollout_fleet import RolloutFleet
 from actors.rollout_worker import RolloutWorkerActor
@@ -251,9 +252,10 @@ async def start_rollout_pool(
     A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`; a
     Teacher in its place needs no model.
     """
+    gate = start_creation_gate(episode.sandbox.creation) if episode.sandbox.is_gated else None
     actor = RolloutWorkerActor.options(max_concurrency=1024, max_restarts=-1, **config.resources.options())
     names = [f"{prefix}-{index}" for index in range(config.num_workers)]
-    workers = [actor.remote(name, episode, store=store, model=model, sampler=sampler) for name in names]
+    workers = [actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate) for name in names]
     try:
         provenances = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
@@ -274,6 +276,8 @@ async def start_rollout_pool(
     finally:
         for worker in workers:
             ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        if gate is not None:
+            gate.close()
 
 
 async def _cancel(tasks: set) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 
 from envs.build import EpisodeConfig, build_episode
+from envs.creation import CreationGate
 from envs.group import run_group
 from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
@@ -23,10 +24,17 @@ class RolloutWorker:
     """Plays Groups with one Episode config, writing to a segment of its own."""
 
     def __init__(
-        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | Teacher | None
+        self,
+        name: str,
+        config: EpisodeConfig,
+        *,
+        store: Path,
+        model: Path | None,
+        sampler: Sampler | Teacher | None,
+        gate: CreationGate | None = None,
     ) -> None:
         self._config = config
-        self._episode = build_episode(config, model=model, sampler=sampler)
+        self._episode = build_episode(config, model=model, sampler=sampler, run=store.parent.name, gate=gate)
         self._store = store
         self._writer = StoreWriter(store, name)
 

@@ -7,6 +7,7 @@ actors/rollout_worker.py.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,16 @@ import tyro
 
 from envs.agent_command import AgentCommand, AgentCommandConfig
 from envs.conversation import SampledConversation, ScriptedConversation
+from envs.creation import CreationGate
 from envs.episode import Episode
 from envs.gateway.door import BOX_DIRECTORY, Door, DoorProvider
 from envs.gateway.prompts import ChatPrompts
 from envs.gateway.session import Session, SessionConfig, Sessions
 from envs.harness import Conversation, Harness
-from envs.local.provider import LocalConfig, LocalProvider
 from envs.local.staging import stage
 from envs.nop import NopHarness
 from envs.oracle import oracle_conversation
+from envs.providers import ProviderName, SandboxConfig, build_provider
 from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
@@ -32,6 +34,7 @@ from envs.terminus2.harness import Malformed, Terminus2
 from envs.terminus2.prompts import COMPACT, FULL, Prompts
 from envs.timeouts import TimeoutRule
 
+ProviderBuilder = Callable[[SandboxConfig], SandboxProvider]
 Parts = tuple[SandboxProvider, Harness, Callable[[Task, str], Conversation]]
 """What an Episode plays with."""
 
@@ -91,7 +94,7 @@ class EpisodeConfig:
     timeout_multiplier: float = 1.0
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
-    sandbox: LocalConfig = field(default_factory=LocalConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     agent: AgentCommandConfig = field(default_factory=AgentCommandConfig)
     """What harness agent-command runs."""
 
@@ -114,15 +117,28 @@ class EpisodeConfig:
             raise ValueError(
                 f"harness agent-command and agent.command go together, got {self.harness} and {self.agent.command!r}"
             )
+        if self.harness is HarnessName.AGENT_COMMAND and self.sandbox.provider is not ProviderName.LOCAL:
+            raise ValueError(
+                f"harness agent-command needs sandbox.provider local, whose boxes see the gateway's door; "
+                f"got {self.sandbox.provider}"
+            )
 
 
-def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | Teacher | None) -> Episode:
+def build_episode(
+    config: EpisodeConfig,
+    *,
+    model: Path | None,
+    sampler: Sampler | Teacher | None,
+    run: str = "unnamed",
+    gate: CreationGate | None = None,
+) -> Episode:
     """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither.
 
-    A Teacher in the place of the sampler is asked over HTTP, by text, and needs no model directory.
+    A Teacher in the place of the sampler is asked over HTTP, by text, and needs no model directory. `run` names the
+    Leases of its Sandboxes; `gate` is shared with the other workers of the run, None without limits.
     """
     parts = _agent_parts if config.harness is HarnessName.AGENT_COMMAND else _parts
-    provider, harness, converse = parts(config, model, sampler)
+    provider, harness, converse = parts(config, model, sampler, partial(build_provider, run=run, gate=gate))
     return Episode(
         provider=provider,
         harness=harness,
@@ -140,11 +156,15 @@ def _model_name(config: EpisodeConfig, model: Path | None, sampler: Sampler | Te
     return sampler.model if isinstance(sampler, Teacher) else str(model or config.harness)
 
 
-def _parts(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> Parts:
-    return LocalProvider(config.sandbox), _harness(config), _converse(config, model, sampler)
+def _parts(
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None, provide: ProviderBuilder
+) -> Parts:
+    return provide(config.sandbox), _harness(config), _converse(config, model, sampler)
 
 
-def _agent_parts(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> Parts:
+def _agent_parts(
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None, provide: ProviderBuilder
+) -> Parts:
     """A door of this worker's own, sandboxes that see it, and sessions behind it."""
     from envs.gateway.app import make_app  # a web framework, for those alone who open a door
 
@@ -153,10 +173,11 @@ def _agent_parts(config: EpisodeConfig, model: Path | None, sampler: Sampler | T
     prompts, sessions = ChatPrompts(load_renderer(model)), Sessions()
     limits = SessionConfig(sampling=config.sampling, max_turns=config.max_turns, context_tokens=config.context_tokens)
     door = Door(make_app(sessions, prompts, model=config.agent.model))
-    mounts = (*config.sandbox.mounts, f"{door.directory}:{BOX_DIRECTORY}")
+    local = config.sandbox.local
+    local = replace(local, mounts=(*local.mounts, f"{door.directory}:{BOX_DIRECTORY}"))
     return (
-        DoorProvider(LocalProvider(replace(config.sandbox, mounts=mounts)), door),
-        AgentCommand(config=config.agent, stage=lambda: stage(config.sandbox.cache_dir)),
+        DoorProvider(provide(replace(config.sandbox, local=local)), door),
+        AgentCommand(config=config.agent, stage=lambda: stage(local.cache_dir)),
         lambda task, key: sessions.add(Session(prompts, sampler, limits, key=key)),
     )
 

@@ -13,6 +13,7 @@ from envs.agent_command import AgentCommandConfig
 from envs.build import EpisodeConfig, HarnessName, build_episode
 from envs.episode import Episode, run_episode
 from envs.local.provider import LocalConfig
+from envs.providers import SandboxConfig
 from envs.sampler import SamplingParams
 from envs.task import Task
 from tests.envs.local.boxes import IS_ROOT
@@ -59,7 +60,7 @@ async def agent_episode(
         EpisodeConfig(
             harness=HarnessName.AGENT_COMMAND,
             agent=AgentCommandConfig(command=command, env=tuple(env)),
-            sandbox=LocalConfig(mounts=tuple(mounts), **soft),
+            sandbox=SandboxConfig(local=LocalConfig(mounts=tuple(mounts), **soft)),
             sampling=SamplingParams(max_tokens=2048),
             **{"max_turns": 50, "context_tokens": 100_000, **config},
         ),
