@@ -17,12 +17,14 @@ from torch import Tensor
 from learners.checkpoint import load_checkpoint, save_checkpoint
 from learners.config import LearnerConfig, LossConfig
 from learners.export import save_pretrained
-from learners.losses import SUMMED, metric_sums, metrics_from_sums, token_loss
+from learners.loss_metrics import SUMMED, metric_sums, metrics_from_sums
+from learners.losses import token_loss
 from learners.model import COMPUTE_DTYPE, full_tensor, load_policy, reshard
-from learners.optimizer import NonFiniteGradients, build_optimizer, learning_rate
+from learners.optimizer import NonFiniteGradients, build_optimizer, describe_nonfinite, learning_rate
 from learners.packing import PackedBatch, WeightedSample, pack
 from learners.plan import RankPlan, SampleRef
 from learners.process_group import init_process_group
+from learners.reference import Reference, embedding_rows
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
 
@@ -43,13 +45,18 @@ class Learner:
             init_process_group()
         if not dist.is_initialized() or dist.get_world_size() != world_size:
             raise ValueError(f"call init_process_group with world_size={world_size} on every rank first")
-        self._config = config
+        self._config = config = config.for_run_of(None)
         self._model = model
         self._rank = rank
         self._world_size = world_size
         self._network = load_policy(config, model, world_size=world_size)
         self._device = next(self._network.parameters()).device
         self._optimizer = build_optimizer(config, self._network.named_weights())
+        self._reference = None
+        if config.reference is not None:
+            self._reference = Reference(
+                config, config.reference, num_embeddings=embedding_rows(self._network), world_size=world_size
+            )
         self._has_gradient = False
         self._nonfinite_in_a_row = 0
         self.step = 0
@@ -73,14 +80,21 @@ class Learner:
         for refs in plan.micro_batches:
             batch = pack(reader.read(refs), self._device)
             logprobs_N, entropy_N = self._network(batch, loss.temperature)
-            result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
+            result = token_loss(
+                loss,
+                logprobs_N,
+                batch.behaviour_N,
+                batch.advantages_N,
+                members_N=batch.members_N,
+                reference_N=self._reference_logprobs(batch, loss),
+            )
             # FSDP averages gradients over ranks; the weights are made for a sum.
             (torch.dot(result.loss_N, batch.weights_N) * self._world_size).backward()
             sums += metric_sums(result, batch.weights_N, logprobs_N, batch.behaviour_N, entropy_N)
             if result.ratio_N is not None and result.ratio_N.numel():
                 largest_ratio = max(largest_ratio, float(result.ratio_N.max()))
             self._has_gradient = True
-        return metrics_from_sums(loss.kind, *self._reduce(sums, largest_ratio))
+        return metrics_from_sums(loss, *self._reduce(sums, largest_ratio))
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step on the gradients added so far; NonFiniteGradients after too many bad ones in a row."""
@@ -89,6 +103,7 @@ class Learner:
             group["lr"] = rate
         norm = self._clip() if self._has_gradient else 0.0
         is_finite = bool(np.isfinite(norm))
+        where = "" if is_finite else describe_nonfinite(self._network.named_weights())
         is_skipped = not (self._has_gradient and is_finite)
         if not is_skipped:
             self._optimizer.step()
@@ -98,9 +113,9 @@ class Learner:
         self.num_skipped += is_skipped
         self._nonfinite_in_a_row = 0 if is_finite else self._nonfinite_in_a_row + 1
         if self._nonfinite_in_a_row >= self._config.max_nonfinite_steps:
-            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row)
+            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row, where)
         if not is_finite:
-            logger.warning("step=%s skipped: gradient norm %s", self.step, norm)
+            logger.warning("step=%s skipped: gradient norm %s in %s", self.step, norm, where)
         return {
             "optim/lr": rate,
             "optim/grad_norm": norm,
@@ -160,6 +175,11 @@ class Learner:
         logprobs_N, _ = self._network(batch, 1.0)
         reshard(self._network)
         return logprobs_N
+
+    def _reference_logprobs(self, batch: PackedBatch, loss: LossConfig) -> Tensor | None:
+        if self._reference is None or not loss.kl_coef:
+            return None
+        return self._reference.logprobs(batch, loss.temperature)
 
     def _clip(self) -> float:
         """The gradient norm over all ranks before it was scaled down."""

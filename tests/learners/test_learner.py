@@ -8,12 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from learners.config import LearnerConfig, LossConfig, LossKind, Precision, Schedule
+from learners.config import (
+    Aggregation,
+    KlEstimator,
+    LearnerConfig,
+    LossConfig,
+    LossKind,
+    Precision,
+    RatioLevel,
+    Schedule,
+)
 from learners.learner import Learner
 from learners.model import full_tensor
-from learners.optimizer import NonFiniteGradients, learning_rate
+from learners.models import make_tiny_model
+from learners.optimizer import NonFiniteGradients
 from learners.plan import BatchPlan, RankPlan, plan_batch, plan_samples
-from tests.learners.conftest import make_samples, store_samples
+from tests.learners.conftest import CORPUS, make_samples, store_samples
 from tests.learners.reference import PlainLearner
 from trajectories.handle import summarize
 from trajectories.samples import Sample, trajectory_samples
@@ -22,6 +32,12 @@ from trajectories.store import StoreWriter
 
 LENGTHS = [33, 5, 64, 61, 2, 60, 17, 40]
 SFT = LossConfig(kind=LossKind.CROSS_ENTROPY)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for the same tokens."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "other", CORPUS, seed=1)
 
 
 def sft_plan(store: Path, samples: list[Sample], max_tokens: int = 128) -> BatchPlan:
@@ -68,6 +84,89 @@ def test_clipped_gradients_equal_those_of_transformers_on_whole_logits(tiny_mode
     assert metrics["train/loss"] == pytest.approx(plain.clipped(samples, advantages, plan.num_tokens), rel=1e-5)
     assert 0 < metrics["train/clip_fraction"] < 1
     assert_same_gradients(gradients(learner), plain.gradients())
+
+
+def test_a_masked_sequence_mean_with_a_penalty_has_the_gradients_of_plain_autograd(
+    tiny_model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    samples = make_samples([33, 5, 64, 12])
+    advantages = [1.0, -0.5, 0.25, -1.0]
+    loss = LossConfig(
+        kind=LossKind.MASKED, mask_low=0.9, mask_high=1.1, kl_coef=0.3, kl_estimator=KlEstimator.K3, temperature=0.7
+    )
+    learner = Learner(LearnerConfig(reference=other_model, chunk_tokens=20), model=tiny_model)
+    plain, reference = PlainLearner(tiny_model, lr=1.0), PlainLearner(other_model, lr=1.0)
+    sized = store_samples(tmp_path, samples)
+    plan = plan_samples(sized, aggregation=Aggregation.SEQUENCE_MEAN, num_ranks=1, max_tokens=70)
+    metrics = learner.forward_backward(with_advantages(plan, advantages), loss, tmp_path)
+    total, num_masked, num_tokens, kl = torch.zeros(()), 0, 0, 0.0
+    for sample, advantage in zip(samples, advantages, strict=True):
+        logprobs_N = plain.logprobs(sample, temperature=0.7)
+        gap_N = logprobs_N - reference.logprobs(sample, temperature=0.7).detach()
+        kl_N = (-gap_N).exp() - 1 + gap_N
+        ratio_N = (logprobs_N.detach() - torch.from_numpy(sample.logprobs[sample.mask])).exp()
+        is_kept_N = (ratio_N >= 0.9) & (ratio_N <= 1.1)
+        total = total + (-(ratio_N * is_kept_N) * advantage * logprobs_N + 0.3 * kl_N).mean() / len(samples)
+        num_masked += int((~is_kept_N).sum())
+        num_tokens += len(logprobs_N)
+        kl += kl_N.sum().item()
+    total.backward()
+    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert 0 < num_masked < num_tokens
+    assert metrics["train/clip_fraction"] == pytest.approx(num_masked / num_tokens)
+    assert metrics["train/reference_kl"] == pytest.approx(kl / num_tokens, rel=1e-4)
+    assert_same_gradients(gradients(learner), plain.gradients())
+
+
+def test_a_clipped_sequence_ratio_has_the_gradients_of_plain_autograd(tiny_model: Path, tmp_path: Path) -> None:
+    samples, advantages = make_samples([9, 5, 7, 6]), [1.0, -0.5, 0.25, -1.0]
+    plain = PlainLearner(tiny_model, lr=1.0)
+    with torch.no_grad():  # recorded as a policy nearby would have: sequence ratios exp(0.1), exp(-0.1), exp(0.3), 1
+        shifts = [0.1, -0.1, 0.3, 0.0]
+        near = []
+        for sample, shift in zip(samples, shifts, strict=True):
+            recorded = np.zeros(len(sample.ids), np.float32)
+            recorded[sample.mask] = plain.logprobs(sample).numpy() - shift / sample.mask.sum()
+            near.append(replace(sample, logprobs=recorded))
+    loss = LossConfig(ratio_level=RatioLevel.SEQUENCE)
+    learner = Learner(LearnerConfig(), model=tiny_model)
+    plan = plan_samples(
+        store_samples(tmp_path, near), aggregation=Aggregation.SEQUENCE_MEAN, num_ranks=1, max_tokens=20
+    )
+    metrics = learner.forward_backward(with_advantages(plan, advantages), loss, tmp_path)
+    total = torch.zeros(())
+    for sample, advantage in zip(near, advantages, strict=True):
+        ratio = (plain.logprobs(sample) - torch.from_numpy(sample.logprobs[sample.mask])).sum().exp()
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 4
+    total.backward()
+    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["train/clip_fraction_high"] > 0  # exp(0.3) = 1.35 with a positive advantage
+    assert_same_gradients(gradients(learner), plain.gradients())
+
+
+def test_a_penalty_compares_with_the_weights_the_reference_was_loaded_with(tiny_model: Path, tmp_path: Path) -> None:
+    loss = LossConfig(kind=LossKind.REINFORCE, kl_coef=0.1)
+    learner = Learner(LearnerConfig(lr=1e-2, reference=tiny_model), model=tiny_model)
+    plan = sft_plan(tmp_path, make_samples([20, 9])).ranks[0]
+    kls = []
+    for _ in range(3):
+        kls.append(learner.forward_backward(plan, loss, tmp_path)["train/reference_kl"])
+        learner.optim_step()
+    assert kls[0] == pytest.approx(0.0, abs=1e-9)
+    assert 0 < kls[1] < kls[2]
+    with pytest.raises(ValueError, match="needs a reference policy"):
+        Learner(LearnerConfig(), model=tiny_model).forward_backward(plan, loss, tmp_path)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    small = make_tiny_model(tmp_path / "small", ["a b c"], vocabulary_size=270)
+    with pytest.raises(ValueError, match="the policy"):
+        Learner(LearnerConfig(reference=small), model=tiny_model)
+
+
+def test_a_learner_whose_schedule_has_no_end_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="cosine schedule with warmup_ratio 0 needs to know where the run ends"):
+        Learner(LearnerConfig(schedule=Schedule.COSINE), model=tiny_model)
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
@@ -178,7 +277,7 @@ def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_mo
     learner.forward_backward(poisoned, loss, tmp_path)
     learner.optim_step()
     learner.forward_backward(poisoned, loss, tmp_path)
-    with pytest.raises(NonFiniteGradients, match="2 times in a row"):
+    with pytest.raises(NonFiniteGradients, match="2 times in a row, last in matrices: model"):
         learner.optim_step()
 
 
@@ -200,23 +299,6 @@ def test_the_tied_embedding_is_exported_once(tiny_model: Path) -> None:
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         Learner(LearnerConfig(), model=tmp_path / "nowhere")
-
-
-def test_warm_up_then_each_schedule_by_hand() -> None:
-    def rates(schedule: Schedule, final: float = 0.0) -> list[float]:
-        config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6, final_lr_ratio=final)
-        return [learning_rate(config, step) for step in range(7)]
-
-    assert rates(Schedule.CONSTANT) == [0.5, 1, 1, 1, 1, 1, 1]
-    assert rates(Schedule.LINEAR) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
-    half = math.cos(math.pi / 4) / 2
-    assert rates(Schedule.COSINE) == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half, 0])
-    assert rates(Schedule.LINEAR, final=0.2)[-1] == pytest.approx(0.2)
-
-
-def test_a_schedule_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="cosine schedule needs total_steps > warmup_steps"):
-        LearnerConfig(schedule=Schedule.COSINE)
 
 
 def test_a_stored_group_is_trained_branch_by_branch_on_the_ids_that_were_sampled(
