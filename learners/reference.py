@@ -38,4 +38,6 @@ class Reference:
 
 def embedding_rows(network: PolicyNetwork) -> int:
     """Rows of the embedding over all ranks."""
-    return network.causal_lm.get_input_embeddings().weight.shape[0]
+    weight = network.causal_lm.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]

@@ -139,7 +139,7 @@ def test_a_clipped_sequence_ratio_has_the_gradients_of_plain_autograd(tiny_model
         ratio = (plain.logprobs(sample) - torch.from_numpy(sample.logprobs[sample.mask])).sum().exp()
         total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 4
     total.backward()
-    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(total.item(), abs=1e-6)
     assert metrics["train/clip_fraction_high"] > 0  # exp(0.3) = 1.35 with a positive advantage
     assert_same_gradients(gradients(learner), plain.gradients())
 
