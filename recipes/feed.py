@@ -29,10 +29,6 @@ class Feed:
             limits.append(math.ceil(epochs * len(self._training) / self._batch_size))
         return min(limits, default=None)
 
-    def epochs(self, num_steps: int) -> float:
-        """Passes over the data that so many steps make."""
-        return num_steps * self._batch_size / len(self._training)
-
     def batches(self, start: int) -> Iterator[list[SizedSample]]:
         """The batches of step `start` and on, without end."""
         flow = itertools.islice(itertools.chain.from_iterable(self._passes()), start * self._batch_size, None)

@@ -1,4 +1,4 @@
-"""Every kind of source becomes the same Samples, what is left out is counted or named, and a restart reads them back."""
+"""Every kind of source becomes the same Samples; what is left out is counted or named; a restart reads them back."""
 
 import json
 from dataclasses import replace

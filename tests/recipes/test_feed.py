@@ -48,4 +48,3 @@ def test_steps_end_with_the_data_or_the_limit() -> None:
     assert feed.num_steps(epochs=3.0, max_steps=None) == 8
     assert feed.num_steps(epochs=3.0, max_steps=5) == 5
     assert feed.num_steps(epochs=None, max_steps=None) is None
-    assert feed.epochs(5) == 2.0

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ ROWS = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Any:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -140,12 +140,8 @@ async def test_validation_loss_is_the_token_mean_of_held_back_conversations(conf
 
 
 async def test_a_run_that_its_stop_rule_ended_stays_ended(config: sft.Config, model: Path) -> None:
-    stopping = replace(
-        config,
-        epochs=100,
-        validation=Validation(),
-        stop=StopRule(probability=1e-9, every_steps=2, num_demonstrations=2),
-    )
+    rule = StopRule(probability=1e-9, every_steps=2, num_demonstrations=2)
+    stopping = replace(config, epochs=100, validation=Validation(), stop=rule)
     progress, _ = await start(stopping, model)
     assert (progress.step, progress.ended_by) == (2, "stop rule")
     again, _ = await start(stopping, model)
