@@ -25,6 +25,7 @@ from learners.optimizer import NonFiniteGradients
 from learners.plan import BatchPlan, RankPlan, plan_batch, plan_samples
 from tests.learners.conftest import CORPUS, make_samples, store_samples
 from tests.learners.reference import PlainLearner
+from tests.trajectories.records import trajectory, turn
 from trajectories.handle import summarize
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, VersionSpan
@@ -338,3 +339,31 @@ def test_a_stored_group_is_trained_branch_by_branch_on_the_ids_that_were_sampled
     assert [sample.ids.tolist() for sample in samples] == [[1, 2, 3, 4], [1, 5, 6], [1, 2, 7]]
     assert metrics["train/loss"] == pytest.approx(plain.clipped(samples, [1.0, 1.0, -1.0], 4), rel=1e-5)
     assert_same_gradients(gradients(learner), plain.gradients())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e30, None])
+def test_an_excluded_member_changes_no_metric_and_no_gradient_whatever_it_holds(
+    tiny_model: Path, tmp_path: Path, reward: float | None
+) -> None:
+    def member(number: int, reward: float | None, outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
+        said = TurnTokens(
+            prefix_len=0,
+            new_ids=(1, 2),
+            sampled_ids=(3 + number, 4, 5),
+            logprobs=(math.nan,) * 3 if outcome is Outcome.CANCELLED else (-5.0, -5.5, -6.0),
+            spans=(VersionSpan(version=PolicyVersion(lineage=0, n=0), num_tokens=3),),
+        )
+        return trajectory(turn(said), member=number, reward=reward, outcome=outcome)
+
+    valid = [member(0, 1.0), member(1, 0.0), member(2, 0.0)]
+    seen = []
+    for name, members in (("without", valid), ("with", [*valid, member(3, reward, Outcome.CANCELLED)])):
+        with StoreWriter(tmp_path / name, "test") as writer:
+            group = Group(id="g0", task_id="t0", trajectories=tuple(members))
+            handle = summarize(group, writer.append(group))
+        plan = plan_batch([handle], aggregation=Aggregation.SEQUENCE_MEAN, num_ranks=1, max_tokens=64)
+        learner = Learner(LearnerConfig(), model=tiny_model)
+        metrics = learner.forward_backward(plan.ranks[0], LossConfig(), tmp_path / name)
+        seen.append((metrics, gradients(learner)))
+    assert seen[0][0] == seen[1][0]
+    assert all(torch.equal(gradient, seen[1][1][name]) for name, gradient in seen[0][1].items())

@@ -34,7 +34,8 @@ TRAJECTORIES = [
 @pytest.mark.timeout(180)
 def test_trl_trains_on_the_export_with_our_loss(tmp_path: Path) -> None:
     from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     torch.set_num_threads(1)
     model = make_tiny_model(tmp_path / "model", ["ls cat a.txt echo lemon melon.txt"] * 10)
