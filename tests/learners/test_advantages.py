@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learners.advantages import (
@@ -109,6 +109,7 @@ def test_a_valid_reward_that_is_not_finite_is_refused(kind: AdvantageKind) -> No
 
 
 @pytest.mark.parametrize("kind", AdvantageKind)
+@settings(max_examples=30)
 @given(groups=st.lists(rewards_or_none, max_size=4))
 def test_excluded_members_change_no_advantage_of_any_group(
     kind: AdvantageKind, groups: list[list[float | None]]
@@ -121,6 +122,7 @@ def test_excluded_members_change_no_advantage_of_any_group(
 
 
 @pytest.mark.parametrize("kind", AdvantageKind)
+@settings(max_examples=30)
 @given(groups=st.lists(rewards_or_none, max_size=4))
 def test_advantages_of_a_step_sum_to_zero(kind: AdvantageKind, groups: list[list[float | None]]) -> None:
     every = [value for values in advantages_of(kind)(groups) for value in values if value is not None]

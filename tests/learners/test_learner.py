@@ -278,7 +278,10 @@ def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_mo
     learner.forward_backward(poisoned, loss, tmp_path)
     learner.optim_step()
     learner.forward_backward(poisoned, loss, tmp_path)
-    with pytest.raises(NonFiniteGradients, match="2 times in a row, last in matrices: model"):
+    with pytest.raises(
+        NonFiniteGradients,
+        match=r"2 times in a row, last in embeddings: model\.embed_tokens",
+    ):
         learner.optim_step()
 
 

@@ -1,7 +1,7 @@
 """Plans: who is trained, what the denominator counts, and how the work is split."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learners.advantages import advantages_of
@@ -179,6 +179,7 @@ EXCLUDED_REWARDS = [None, 0.0, 1.0, -1e30, float("nan"), float("inf"), float("-i
 
 
 @pytest.mark.parametrize("kind", AdvantageKind)
+@settings(max_examples=30)
 @given(
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=6),
     lost=st.lists(st.sampled_from(EXCLUDED_REWARDS), max_size=3),
