@@ -19,6 +19,8 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from envs.generation_block import GenerationBlock
+
 Message = Mapping[str, str]
 """{"role": "user" | "assistant" | "system", "content": text}."""
 
@@ -89,6 +91,11 @@ class ChatRenderer:
         """The end token of the template, then the others."""
         return (self._end_id, *(i for i in self.eos_ids if i != self._end_id))
 
+    @property
+    def end_token(self) -> str:
+        """How the token is spelled that ends an assistant message."""
+        return self.tokenizer.get_added_tokens_decoder()[self._end_id].content
+
     def first(self, prompt: str) -> tuple[int, ...]:
         """Ids of the rendered first user message and the assistant header."""
         return tuple(self._encode(lambda words: self._render([_user(words)]), prompt))
@@ -112,7 +119,7 @@ class ChatRenderer:
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """The ids of a reply written by someone else than the policy, end token included."""
-        return (*self._plain.encode(text, add_special_tokens=False).ids, self._end_id)
+        return (*self.encode_text(text, is_words=True), self._end_id)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message."""
@@ -129,8 +136,23 @@ class ChatRenderer:
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
+    def render_text(self, messages: Sequence[Message], *, is_open: bool, marks: tuple[str, str] = ("", "")) -> str:
+        """The template's text; `is_open` ends it with the header of a reply.
+
+        `marks` stand where a `{% generation %}` block of the template begins and ends. jinja2's TemplateError when the
+        template refuses these messages.
+        """
+        values = {"messages": list(messages), "add_generation_prompt": is_open, **self.special}
+        return (
+            compile_template(self.template, marks).render(**values) if any(marks) else self._compiled.render(**values)
+        )
+
+    def encode_text(self, text: str, *, is_words: bool = False) -> list[int]:
+        """Ids of text; of `is_words` special tokens are ordinary characters."""
+        return (self._plain if is_words else self.tokenizer).encode(text, add_special_tokens=False).ids
+
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._compiled.render(messages=list(messages), add_generation_prompt=True, **self.special)
+        return self.render_text(messages, is_open=True)
 
     def _after_reply(self, observation: str) -> str:
         """The text between an assistant message's words and the next reply."""
@@ -140,16 +162,16 @@ class ChatRenderer:
     def _encode(self, render: Callable[[str], str], words: str) -> list[int]:
         """Ids of `render(words)`: special tokens where the template wrote them, never where `words` spell one."""
         text = render(words)
-        if not self._special_pattern.search(words):
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not self.special_pattern.search(words):
+            return self.encode_text(text)
         before, after = render(_PLACEHOLDER).split(_PLACEHOLDER)
         ids: list[int] = []
         done = 0
-        for match in self._special_pattern.finditer(text, len(before), len(text) - len(after)):
-            ids += self.tokenizer.encode(text[done : match.start()], add_special_tokens=False).ids
-            ids += self._plain.encode(match.group(), add_special_tokens=False).ids
+        for match in self.special_pattern.finditer(text, len(before), len(text) - len(after)):
+            ids += self.encode_text(text[done : match.start()])
+            ids += self.encode_text(match.group(), is_words=True)
             done = match.end()
-        return ids + self.tokenizer.encode(text[done:], add_special_tokens=False).ids
+        return ids + self.encode_text(text[done:])
 
     @cached_property
     def _compiled(self) -> Any:
@@ -163,7 +185,8 @@ class ChatRenderer:
         return plain
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches any special token as it is spelled."""
         tokens = self.tokenizer.get_added_tokens_decoder().values()
         spellings = sorted((t.content for t in tokens if t.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
@@ -229,11 +252,12 @@ def _spelling(token: object) -> str:
     return str(cast(dict[str, Any], token)["content"]) if isinstance(token, dict) else str(token)
 
 
-def compile_template(source: str) -> Any:
+def compile_template(source: str, marks: tuple[str, str] = ("", "")) -> Any:
     """The template as transformers compiles it: trimmed blocks, loop controls, `raise_exception`, plain `tojson`."""
     environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
+    environment.generation_marks = marks
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     return environment.from_string(source)

@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learners.checkpoint import CheckpointWriter, load_checkpoint
-from learners.config import LearnerConfig, LossConfig
+from learners.config import LearnerConfig, LossConfig, RatioLevel
 from learners.export import save_pretrained
 from learners.lora import is_adapter, merged_weights, save_adapter
-from learners.losses import SUMMED, metric_sums, metrics_from_sums, token_loss
+from learners.loss_metrics import SUMMED, metric_sums, metrics_from_sums
+from learners.losses import token_loss
 from learners.model import COMPUTE_DTYPE, compute_device, full_tensor, load_policy, reshard
-from learners.optimizer import NonFiniteGradients, build_optimizer, learning_rate
+from learners.optimizer import NonFiniteGradients, build_optimizer, describe_nonfinite, learning_rate
 from learners.packing import PackedBatch, WeightedSample, is_here, pack, share
 from learners.plan import RankPlan, SampleRef
 from learners.process_group import init_process_group
+from learners.reference import Reference, embedding_rows
 from learners.sequence_parallel import join_sequence_parallel
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
@@ -45,7 +47,7 @@ class Learner:
             init_process_group()
         if not dist.is_initialized() or dist.get_world_size() != world_size:
             raise ValueError(f"call init_process_group with world_size={world_size} on every rank first")
-        self._config = config
+        self._config = config = config.for_run_of(None)
         self._model = model
         self._rank = rank
         self._world_size = world_size
@@ -54,6 +56,11 @@ class Learner:
         self._device = compute_device()
         self._optimizer = build_optimizer(config, self._network.named_weights())
         self._writer = CheckpointWriter(rank=rank)
+        self._reference = None
+        if config.reference is not None:
+            self._reference = Reference(
+                config, config.reference, num_embeddings=embedding_rows(self._network), world_size=world_size
+            )
         self._has_gradient = False
         self._nonfinite_in_a_row = 0
         self.step = 0
@@ -69,23 +76,34 @@ class Learner:
     def forward_backward(self, plan: RankPlan, loss: LossConfig, store: Path) -> dict[str, float]:
         """Adds the gradients of this rank's share; metrics of the whole step over all ranks.
 
+        ValueError for a ratio at sequence level where ranks share sequences: each would see its own tokens only.
+
         May be called several times before `optim_step` if the plans' weights were made for all of them. Ranks that
         share micro-batches (`sequence_parallel`) get the same plan.
         """
+        if self._parallel is not None and loss.ratio_level is RatioLevel.SEQUENCE:
+            raise ValueError("loss.ratio_level sequence needs learner.sequence_parallel 1; use ratio_level token")
         sums = torch.zeros(len(SUMMED), dtype=torch.float64)
         largest_ratio = 0.0
         reader = _Reader(store)
         for refs in plan.micro_batches:
             batch = self._share(pack(reader.read(refs), self._device))
             logprobs_N, entropy_N = self._network(batch, loss.temperature)
-            result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
+            result = token_loss(
+                loss,
+                logprobs_N,
+                batch.behaviour_N,
+                batch.advantages_N,
+                members_N=batch.members_N,
+                reference_N=self._reference_logprobs(batch, loss),
+            )
             # FSDP averages gradients over ranks; the weights are made for a sum.
             (torch.dot(result.loss_N, batch.weights_N) * self._world_size).backward()
             sums += metric_sums(result, batch.weights_N, logprobs_N, batch.behaviour_N, entropy_N)
             if result.ratio_N is not None and result.ratio_N.numel():
                 largest_ratio = max(largest_ratio, float(result.ratio_N.max()))
             self._has_gradient = True
-        return metrics_from_sums(loss.kind, *self._reduce(sums, largest_ratio))
+        return metrics_from_sums(loss, *self._reduce(sums, largest_ratio))
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step on the gradients added so far; NonFiniteGradients after too many bad ones in a row."""
@@ -94,6 +112,7 @@ class Learner:
             group["lr"] = rate
         norm = self._clip() if self._has_gradient else 0.0
         is_finite = bool(np.isfinite(norm))
+        where = "" if is_finite else describe_nonfinite(self._network.named_weights())
         is_skipped = not (self._has_gradient and is_finite)
         if not is_skipped:
             self._optimizer.step()
@@ -103,9 +122,9 @@ class Learner:
         self.num_skipped += is_skipped
         self._nonfinite_in_a_row = 0 if is_finite else self._nonfinite_in_a_row + 1
         if self._nonfinite_in_a_row >= self._config.max_nonfinite_steps:
-            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row)
+            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row, where)
         if not is_finite:
-            logger.warning("step=%s skipped: gradient norm %s", self.step, norm)
+            logger.warning("step=%s skipped: gradient norm %s in %s", self.step, norm, where)
         return {
             "optim/lr": rate,
             "optim/grad_norm": norm,
@@ -208,6 +227,11 @@ class Learner:
 
     def _progress(self) -> dict[str, int]:
         return {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+
+    def _reference_logprobs(self, batch: PackedBatch, loss: LossConfig) -> Tensor | None:
+        if self._reference is None or not loss.kl_coef:
+            return None
+        return self._reference.logprobs(batch, loss.temperature)
 
     def _clip(self) -> float:
         """The gradient norm over all ranks before it was scaled down."""

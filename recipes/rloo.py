@@ -28,8 +28,8 @@ from actors.rollout_pool import RolloutPool, RolloutPoolConfig, RolloutStream, s
 from actors.weight_sync import SyncConfig, WeightSync
 from envs.build import EpisodeConfig
 from envs.tasksets import resolve_tasks
-from learners.advantages import leave_one_out
-from learners.config import LearnerConfig, LossConfig, LossKind, Precision
+from learners.advantages import advantages_of
+from learners.config import AdvantageKind, LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
 from learners.retention import RetentionConfig, retain
 from recipes.interrupt import finish
@@ -98,6 +98,8 @@ class Config:
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-4))
     learners: Annotated[LearnerGroupConfig, tyro.conf.arg(name="learner")] = field(default_factory=LearnerGroupConfig)
+    advantage: AdvantageKind = AdvantageKind.LEAVE_ONE_OUT
+    """What a reward is compared with."""
     loss: LossConfig = field(default_factory=lambda: LossConfig(kind=LossKind.CLIPPED))
     sync: SyncConfig = field(default_factory=lambda: SyncConfig(barrier=False))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -199,7 +201,12 @@ async def _train(config: Config, parts: "_Parts", groups: Sequence[GroupHandle])
     """One optimizer step on the Groups, which are consumed by it."""
     progress = parts.progress
     plan = plan_batch(
-        groups, advantages=leave_one_out, num_ranks=parts.learner.num_shares, max_tokens=config.learner.max_tokens
+        groups,
+        advantages=advantages_of(config.advantage),
+        aggregation=config.loss.aggregation,
+        has_penalty=config.loss.kl_coef > 0,
+        num_ranks=parts.learner.num_shares,
+        max_tokens=config.learner.max_tokens,
     )
     loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
     progress.is_whole = False
@@ -313,7 +320,7 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         }
     )
     learner = await stack.enter_async_context(
-        start_learner_group(config.learners, config.learner, model=model, store=store)
+        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store)
     )
     servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
     version = await restore(run, learner, ledger)
@@ -359,6 +366,12 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         totals=Totals(run.last_metrics()),
         progress=_Progress(version),
     )
+
+
+def _learner_config(config: Config, model: Path) -> LearnerConfig:
+    """The schedule ends with the run; a KL term compares with the policy that the run starts from, or the one named."""
+    reference = (config.learner.reference or model) if config.loss.kl_coef else None
+    return dataclasses.replace(config.learner.for_run_of(config.steps), reference=reference)
 
 
 def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:

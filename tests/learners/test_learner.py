@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learners.config import AttentionKernel, LearnerConfig, LossConfig, LossKind, Precision, Schedule
+from learners.config import AttentionKernel, LearnerConfig, LossConfig, LossKind, Precision
 from learners.learner import Learner
 from learners.model import full_tensor
-from learners.optimizer import NonFiniteGradients, learning_rate
+from learners.optimizer import NonFiniteGradients
 from learners.plan import BatchPlan, RankPlan, plan_batch, plan_samples
 from tests.learners.conftest import make_samples, store_samples
 from tests.learners.live_bytes import LiveBytes
@@ -233,7 +233,10 @@ def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_mo
     learner.forward_backward(poisoned, loss, tmp_path)
     learner.optim_step()
     learner.forward_backward(poisoned, loss, tmp_path)
-    with pytest.raises(NonFiniteGradients, match="2 times in a row"):
+    with pytest.raises(
+        NonFiniteGradients,
+        match=r"2 times in a row, last in embeddings: model\.embed_tokens",
+    ):
         learner.optim_step()
 
 
@@ -255,23 +258,6 @@ def test_the_tied_embedding_is_exported_once(tiny_model: Path) -> None:
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         Learner(LearnerConfig(), model=tmp_path / "nowhere")
-
-
-def test_warm_up_then_each_schedule_by_hand() -> None:
-    def rates(schedule: Schedule, final: float = 0.0) -> list[float]:
-        config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6, final_lr_ratio=final)
-        return [learning_rate(config, step) for step in range(7)]
-
-    assert rates(Schedule.CONSTANT) == [0.5, 1, 1, 1, 1, 1, 1]
-    assert rates(Schedule.LINEAR) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
-    half = math.cos(math.pi / 4) / 2
-    assert rates(Schedule.COSINE) == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half, 0])
-    assert rates(Schedule.LINEAR, final=0.2)[-1] == pytest.approx(0.2)
-
-
-def test_a_schedule_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="cosine schedule needs total_steps > warmup_steps"):
-        LearnerConfig(schedule=Schedule.COSINE)
 
 
 def test_a_stored_group_is_trained_branch_by_branch_on_the_ids_that_were_sampled(

@@ -27,10 +27,11 @@ def plans(sized: list[SizedSample], num_ranks: int) -> list[BatchPlan]:
 
 
 def train(learner: Learner, plans: list[BatchPlan], store: Path, rank: int) -> list[dict[str, float]]:
-    kinds = (LossKind.CROSS_ENTROPY, LossKind.CLIPPED, LossKind.CROSS_ENTROPY)
+    sft = LossConfig(kind=LossKind.CROSS_ENTROPY)
+    losses = (sft, LossConfig(kind=LossKind.CLIPPED, kl_coef=0.1), sft)
     return [
-        learner.forward_backward(plan.ranks[rank], LossConfig(kind=kind), store) | learner.optim_step()
-        for plan, kind in zip(plans, kinds, strict=True)
+        learner.forward_backward(plan.ranks[rank], loss, store) | learner.optim_step()
+        for plan, loss in zip(plans, losses, strict=True)
     ]
 
 
@@ -53,7 +54,7 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     init_process_group(f"file://{directory}/meet", rank=rank, world_size=num_ranks, timeout_s=60)
-    config = replace(CONFIG, sequence_parallel=sequence_parallel)
+    config = replace(CONFIG, sequence_parallel=sequence_parallel, reference=model)
     learner = Learner(config, model=model, rank=rank, world_size=num_ranks)
     steps = plans(sized, num_ranks // sequence_parallel)
     store, share = directory / "store", rank // sequence_parallel
@@ -91,7 +92,7 @@ def test_ranks_give_the_losses_updates_and_checkpoint_of_one(
         process.join(30)
         assert process.exitcode == 0
 
-    one = Learner(CONFIG, model=tiny_model)
+    one = Learner(replace(CONFIG, reference=tiny_model), model=tiny_model)
     steps = plans(sized, 1)
     expected_metrics = train(one, steps, tmp_path / "store", 0)
     expected = observe(one, steps[0], tmp_path / "store", 0)
