@@ -35,6 +35,16 @@ class UpdateMode(StrEnum):
     """They are dropped; their requests fail over as if the server had gone."""
 
 
+class KvReuse(StrEnum):
+    """Which requests may read a prefix from the KV cache that others computed."""
+
+    NEVER = "never"
+    """None across policy versions: the cache is shared among trajectories, within one version."""
+    TRAJECTORY = "trajectory"
+    """A trajectory reads what it computed itself, under whichever version; nobody else's. Saves prefill after a sync,
+    at the price of keys and values that older weights made."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """One inference server: a vLLM engine in one actor."""
@@ -43,7 +53,9 @@ class ServerConfig:
     max_model_len: int = 2048
     """Longest prompt plus reply, in tokens; at most what the model has positions for."""
     max_num_seqs: int = 128
-    """Sequences decoded at once; further requests queue in the server."""
+    """Sequences decoded at once; further requests queue in the server, those of older Groups first."""
+    stream_tokens: int = 32
+    """A reply is handed on every so many tokens; a server that dies takes no more than these with it."""
     kv_cache_gb: float = 0.5
     """KV cache of a CPU engine, in GiB; on GPUs `engine_args["gpu_memory_utilization"]` rules."""
     threads: int = 1
@@ -61,7 +73,7 @@ class ServerConfig:
     """Class that loads and reads back weights inside vLLM's worker."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "threads", "tensor_parallel_size"):
+        for name in ("max_model_len", "max_num_seqs", "stream_tokens", "threads", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.kv_cache_gb <= 0:
@@ -105,6 +117,7 @@ class ServerConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": self.worker_extension,
+            "scheduling_policy": "priority",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
@@ -121,12 +134,13 @@ class InferencePoolConfig:
 
     server: ServerConfig = field(default_factory=ServerConfig)
     num_servers: int = 1
+    kv_reuse: KvReuse = KvReuse.NEVER
     start_timeout_s: float = 300.0
-    """Deadline for all servers to be up."""
+    """Deadline for all servers to be placed and up."""
     request_timeout_s: float = 300.0
     """Deadline of one sample, retries included."""
     max_attempts: int = 4
-    """How many servers one sample may try before its rollout gets a sampler_error."""
+    """How many servers in a row one sample may try without a new token before its rollout gets a sampler_error."""
     health_interval_s: float = 2.0
     """Seconds between health checks."""
     health_timeout_s: float = 60.0

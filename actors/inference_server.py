@@ -9,17 +9,19 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
 from actors.inference_errors import ServerNotReady
-from actors.inference_wire import Address, Request, serve
+from actors.inference_request import Part, Request
+from actors.inference_wire import Address, serve
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
-from envs.sampler import Completion
 from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,22 @@ class ServerHealth:
     is_ready: bool
     engine: str
     """Class of the engine."""
+    at_s: float
+    """time.monotonic() of the server's node."""
     num_running: int
     num_waiting: int
+    kv_usage: float
+    """Share of the KV cache in use."""
+    num_preemptions: int
+    """Requests that a full KV cache put back."""
     num_sampled_tokens: int
+    num_requests: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    first_token_s: float
+    """Seconds from arrival to first token, summed over `num_requests`."""
+    pause_s: float
+    """Seconds in which weight updates stopped sampling."""
 
 
 class InferenceServer:
@@ -79,11 +92,17 @@ class InferenceServer:
             version=engine.version,
             is_ready=engine.is_ready,
             engine=engine.class_name,
+            at_s=time.monotonic(),
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
-            num_sampled_tokens=engine.num_sampled_tokens,
-            num_prompt_tokens=engine.num_prompt_tokens,
-            num_cached_tokens=engine.num_cached_tokens,
+            kv_usage=engine.kv_usage,
+            num_preemptions=engine.num_preemptions,
+            num_sampled_tokens=engine.stats.num_sampled_tokens,
+            num_requests=engine.stats.num_requests,
+            num_prompt_tokens=engine.stats.num_prompt_tokens,
+            num_cached_tokens=engine.stats.num_cached_tokens,
+            first_token_s=engine.stats.first_token_s,
+            pause_s=engine.stats.pause_s,
         )
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
@@ -106,12 +125,16 @@ class InferenceServer:
         """See Engine.quarantine."""
         self._started().quarantine(reason)
 
-    async def _handle(self, request: Request, request_id: str) -> Completion:
+    async def drain(self) -> None:
+        """See Engine.drain."""
+        self._started().drain()
+
+    async def _handle(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
         engine = self._started()
         try:
-            return await engine.generate(
-                request.prompt_ids, request.params, stop_ids=request.stop_ids, request_id=request_id
-            )
+            async with aclosing(engine.generate(request, request_id)) as parts:
+                async for part in parts:
+                    yield part
         finally:
             if engine.is_dead:
                 self._exit()

@@ -12,7 +12,8 @@ import torch
 
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine
-from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError
+from actors.inference_errors import NonFiniteLogprobs, RequestDropped, ServerNotReady, VersionProofError
+from actors.inference_request import Request, join_parts
 from actors.sync_config import SyncConfig
 from actors.version_proof import Published, check_canary, check_probe, probe_ids
 from actors.weight_noise import Noise, tensor_groups
@@ -80,8 +81,11 @@ class Served:
         self.engine.quarantine(reason)
 
     async def sample(self, prompt_ids, params, *, stop_ids, key):
-        request_id = f"{key}-{next(self._numbers)}"
-        return await self.engine.generate(prompt_ids, params, stop_ids=stop_ids, request_id=request_id)
+        request = Request(prompt_ids=prompt_ids, params=params, stop_ids=stop_ids)
+        return join_parts([part async for part in self.parts(request)])
+
+    def parts(self, request: Request):
+        return self.engine.generate(request, f"r-{next(self._numbers)}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -158,10 +162,10 @@ async def test_a_shared_prefix_is_reused_within_a_version_and_recomputed_after_a
     prompt, params = [11 + k % 300 for k in range(200)], SamplingParams(max_tokens=8)
 
     async def cached() -> tuple[int, list[float], list[float]]:
-        begin = served.engine.num_cached_tokens
+        begin = served.engine.stats.num_cached_tokens
         completion = await served.sample(prompt, params, stop_ids=[], key="p")
         reference = served.source.logprobs([*prompt, *completion.ids])[len(prompt) - 1 :]
-        return served.engine.num_cached_tokens - begin, list(completion.logprobs), reference
+        return served.engine.stats.num_cached_tokens - begin, list(completion.logprobs), reference
 
     assert (await cached())[0] == 0
     num_cached, logprobs, reference = await cached()
@@ -182,7 +186,7 @@ async def test_wait_lets_replies_end_on_the_old_weights_and_abort_drops_them(ser
     if mode is UpdateMode.WAIT:
         assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=150),)
     else:
-        with pytest.raises(ServerGone, match="dropped request"):
+        with pytest.raises(RequestDropped, match="dropped request"):
             await reply
 
 

@@ -86,7 +86,8 @@ async def test_a_server_killed_in_mid_reply_loses_no_request_and_returns_with_th
     assert max(abs(a - b) for a, b in zip(probe, source.logprobs(PROMPT), strict=True)) < 1e-5
     later = await asyncio.gather(*(_reply(sampler, f"u{k}", max_tokens=4) for k in range(16)))
     assert {span.version for completion in later for span in completion.spans} == {current}
-    assert (await pool.stats())["servers"] == 2
+    metrics = pool.metrics()
+    assert metrics["inference/servers"] == 2 and metrics["inference/restarts"] == 1
 
 
 async def test_a_server_that_cannot_start_is_named_with_the_cause(cluster: None, model: Path):
