@@ -98,7 +98,8 @@ class InferencePool:
     def __init__(self, config: InferencePoolConfig, model: Path) -> None:
         self._config = config
         self._model = model
-        self._id = f"inference-{secrets.token_hex(4)}"
+        self.id = f"inference-{secrets.token_hex(4)}"
+        """Its servers are actors named ID/SERVER."""
         self._numbers = itertools.count()
         self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -119,7 +120,7 @@ class InferencePool:
 
     def sampler(self) -> PoolSampler:
         """A Sampler over these servers; picklable, and each process that gets one connects on its own."""
-        return PoolSampler(self._config, ActorDirectory(self._id))
+        return PoolSampler(self._config, ActorDirectory(self.id))
 
     def oldest_version(self) -> PolicyVersion | None:
         """The oldest version that a server still samples with; None while none samples."""
@@ -185,7 +186,7 @@ class InferencePool:
 
     def _new_server(self) -> ServerHandle:
         name = f"server-{next(self._numbers)}"
-        actor = _actor(self._config, name=f"{self._id}/{name}")
+        actor = _actor(self._config, name=f"{self.id}/{name}")
         return ServerHandle(name, actor.remote(name, self._model, self._config.server))
 
     def _forget(self, server: ServerHandle) -> None:

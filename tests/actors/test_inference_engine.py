@@ -180,7 +180,7 @@ async def test_a_shared_prefix_is_reused_within_a_version_and_recomputed_after_a
 
 
 async def test_a_salt_of_its_own_keeps_a_trajectorys_cache_across_a_sync_from_everybody_else(served: Served):
-    """What the test above would see without isolation: cached tokens, and log-probabilities that are not the weights'."""
+    """What the test above would see without isolation: cached tokens, and a gap to the weights' log-probabilities."""
     prompt = [17 + k % 300 for k in range(200)]
     assert (await cached_tokens(served, prompt, salt="g.0"))[0] == 0
     served.source.step(6)
