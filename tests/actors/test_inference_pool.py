@@ -69,13 +69,14 @@ async def test_replies_survive_the_death_of_both_servers_and_a_weight_update(
     source.step(1)
     current = PolicyVersion(lineage=0, n=1)
     sampler = pool.sampler()
-    replies = [asyncio.create_task(_reply(sampler, f"t{k}")) for k in range(48)]
+    replies = [asyncio.create_task(_reply(sampler, f"t{k}", max_tokens=190)) for k in range(128)]
     await asyncio.sleep(0.3)
     metrics = await sync.publish(current)
     assert metrics["sync/servers"] == 2 and metrics["sync/in_flight"] > 0 and sync.num_syncs_in_flight == 1
+    assert sum(not reply.done() for reply in replies) >= 16
     engines = [_kill(server) for server in pool.servers]
     completions = await asyncio.gather(*replies)
-    assert [len(completion.ids) for completion in completions] == [150] * 48
+    assert [len(completion.ids) for completion in completions] == [190] * 128
     assert {span.version.n for completion in completions for span in completion.spans} == {0, 1}
     assert not [process for engine in engines for process in engine if _is_running(process)]
     await _until(lambda: pool.num_restarts == 2, 150)
