@@ -105,7 +105,7 @@ async def main(config: Config) -> dict[str, Any]:
                 metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
                 metrics |= await finish(_train(config, parts.learner, groups, progress)) | clock.lap("train_s")
                 metrics |= await parts.weights.publish(progress.version) | clock.lap("publish_s")
-                run.log(progress.version.n, metrics | parts.buffer.metrics())
+                run.log(progress.version.n, metrics | parts.buffer.metrics() | parts.servers.metrics())
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
         except asyncio.CancelledError:

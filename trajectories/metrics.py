@@ -12,7 +12,6 @@ from trajectories.handle import GroupHandle, MemberSummary
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, PolicyVersion, Treatment
 from trajectories.validity import SOLVED_REWARD, NoGradient, member_reward, member_rewards, no_gradient
 
-
 BREAKS_ALARM = 1.0
 """More breaks than this a Trajectory, on average, mean that a template rewrites history: most context is computed and
 trained several times."""
