@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import call
 from actors.errors import ActorDied, ClusterError
@@ -25,6 +27,7 @@ from actors.inference_errors import ServerNotReady, ServerStartError
 from actors.inference_metrics import Gauges, pool_metrics
 from actors.inference_sampler import PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
+from actors.placement import reserve
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
 from trajectories.schema import PolicyVersion
@@ -105,6 +108,7 @@ class InferencePool:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._last_seen: dict[str, ServerHealth] = {}
         self._gauges = Gauges()
+        self._groups: list[PlacementGroup] = []
         self.servers: tuple[ServerHandle, ...] = ()
         self.is_exact = (
             saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
@@ -139,8 +143,8 @@ class InferencePool:
 
     async def start(self, version: PolicyVersion | None) -> None:
         """Starts the configured servers, all at once; see `start_inference_pool`."""
-        servers = tuple(self._new_server() for _ in range(self._config.num_servers))
-        self.servers = servers
+        places = await self._reserve(self._config.num_servers)
+        self.servers = servers = tuple(self._new_server(place) for place in places)
         await asyncio.gather(*(_start(server, version, self._config.start_timeout_s) for server in servers))
         self._last_seen = {server.name: server.health for server in servers if server.health is not None}
         for server in servers:
@@ -148,7 +152,8 @@ class InferencePool:
 
     async def add(self) -> ServerHandle:
         """One server more, with the published weights, proven; samplers find it within seconds."""
-        server = self._new_server()
+        (place,) = await self._reserve(1)
+        server = self._new_server(place)
         self.servers = (*self.servers, server)
         try:
             await _start(server, None if self._heal else FIRST_VERSION, self._config.start_timeout_s)
@@ -183,10 +188,27 @@ class InferencePool:
             await _cancel(watch)
         for server in self.servers:
             self._forget(server)
+        for group in self._groups:
+            remove_placement_group(group)
 
-    def _new_server(self) -> ServerHandle:
+    async def _reserve(self, num_servers: int) -> list[PlacementGroupSchedulingStrategy | None]:
+        """A place for each server; None where it reserves nothing, or where vLLM places its ranks itself."""
+        server = self._config.server
+        needs = {"CPU": server.num_cpus, "GPU": 0 if server.spans_nodes else server.num_gpus}
+        bundle = {name: float(amount) for name, amount in needs.items() if amount}
+        if not bundle:
+            return [None] * num_servers
+        what = f"{num_servers} inference server{'s' if num_servers > 1 else ''}"
+        group = await reserve([bundle] * num_servers, what=what, deadline_s=self._config.start_timeout_s)
+        self._groups.append(group)
+        return [
+            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            for index in range(num_servers)
+        ]
+
+    def _new_server(self, place: PlacementGroupSchedulingStrategy | None) -> ServerHandle:
         name = f"server-{next(self._numbers)}"
-        actor = _actor(self._config, name=f"{self.id}/{name}")
+        actor = _actor(self._config, place, name=f"{self.id}/{name}")
         return ServerHandle(name, actor.remote(name, self._model, self._config.server))
 
     def _forget(self, server: ServerHandle) -> None:
@@ -234,7 +256,8 @@ async def start_inference_pool(
 ) -> AsyncIterator[InferencePool]:
     """A pool that serves the weights in directory `model` as `version`; with None it samples nothing before a publish.
 
-    Raises ValueError for a path without a model and ServerStartError for a server that did not come up in time.
+    Raises ValueError for a path without a model, PlacementError naming the resource that is missing, and
+    ServerStartError for a server that did not come up in time.
     """
     pool = InferencePool(config, check_model(model))
     try:
@@ -261,11 +284,12 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
 
 
-def _actor(config: InferencePoolConfig, *, name: str) -> Any:
+def _actor(config: InferencePoolConfig, place: PlacementGroupSchedulingStrategy | None, *, name: str) -> Any:
     return ray.remote(InferenceServer).options(
         name=name,
+        scheduling_strategy=place,
         num_cpus=config.server.num_cpus,
-        num_gpus=config.server.num_gpus,
+        num_gpus=0 if config.server.spans_nodes else config.server.num_gpus,
         max_concurrency=256,
         max_restarts=config.max_restarts,
         runtime_env={"env_vars": config.server.environment()},

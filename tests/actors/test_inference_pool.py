@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from actors.cluster import ClusterConfig, start_cluster
+from actors.errors import PlacementError
 from actors.inference_config import InferencePoolConfig, ServerConfig
 from actors.inference_errors import ServerStartError
 from actors.inference_pool import InferencePool, ServerHandle, start_inference_pool
@@ -142,6 +143,13 @@ async def test_a_server_added_while_replies_are_sampled_serves_and_one_removed_e
 async def test_a_server_that_cannot_start_is_named_with_the_cause(cluster: None, model: Path):
     config = InferencePoolConfig(server=ServerConfig(engine_args={"block_sise": 32}), num_servers=1)
     with pytest.raises(ServerStartError, match=r"server-0 did not come up: .*unexpected keyword.*'block_sise'"):
+        async with start_inference_pool(config, model=model):
+            pass
+
+
+async def test_servers_without_a_place_are_refused_with_the_resource_that_is_missing(cluster: None, model: Path):
+    config = InferencePoolConfig(server=ServerConfig(num_cpus=1000.0), num_servers=2, start_timeout_s=1.0)
+    with pytest.raises(PlacementError, match=r"2 inference servers: no place within 1 s; missing: 2000 CPU \(.* free"):
         async with start_inference_pool(config, model=model):
             pass
 
