@@ -72,6 +72,8 @@ class Engine:
         self._version: PolicyVersion | None = None
         self._fault = ""
         self._is_draining = False
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._num_probes = itertools.count()
         self.stats = stats
         stats.on_step = self._admission.observe
@@ -153,6 +155,7 @@ class Engine:
             raise ContextLimit(f"prompt of {num_prompt} tokens, but {self._name} takes {limit - 1}")
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
+            await self._awake.wait()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)
             outputs = self._run(request.prompt_ids, params, request_id, request.salt or self._salt(), request.priority)
@@ -225,6 +228,48 @@ class Engine:
             async with self._paused(UpdateMode.KEEP):
                 await self._rpc("load_stage", manifest.as_message(), asdict(noise))
 
+    async def open_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the group of a learner that sends by vLLM's own transfer (actors/vllm_transfer.py)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def begin_transfer(self, mode: UpdateMode) -> None:
+        """Stops sampling and makes ready to receive; until `end_transfer` no other update comes in."""
+        await self._update.acquire()
+        self._fault = "its weights are being received"
+        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
+        await self._llm.start_weight_update()
+
+    async def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receives what the learner sends meanwhile."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def end_transfer(self, version: PolicyVersion) -> None:
+        """Samples on, as `version`."""
+        await self._llm.finish_weight_update(version_label(version))
+        self._version, self._fault = version, ""
+        await self._llm.resume_generation()
+        self._update.release()
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory to the learner: weights and caches go, and requests wait for `wake_cache`."""
+        self._awake.clear()
+        # Level 2 drops the weights: those that come after the learner's turn are new ones.
+        await self._llm.sleep(level=2, mode="abort")
+
+    async def wake_weights(self) -> None:
+        """Takes memory for weights back, so that a `load` or a transfer may fill it."""
+        await self._llm.wake_up(tags=["weights"])
+
+    async def wake_cache(self) -> None:
+        """Takes memory for caches back and samples on."""
+        await self._llm.wake_up(tags=["kv_cache"])
+        await self._llm.resume_generation()
+        self._awake.set()
+
     def admit(self) -> None:
         """Lets requests in after a `load` that kept them out."""
         self._fault = ""
@@ -248,7 +293,8 @@ class Engine:
             self._fault = f"weight update failed: {error!r}"
             raise
         finally:
-            await self._llm.resume_generation()
+            if self._awake.is_set():  # else there is no cache to sample with yet
+                await self._llm.resume_generation()
             self.stats.pause_s += time.perf_counter() - began
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:

@@ -81,6 +81,19 @@ class ServerHandle:
         """Log-probability of each of `ids` after the first."""
         return await self._call("probe", ids, deadline_s=deadline_s)
 
+    async def sleep(self, deadline_s: float) -> None:
+        """Gives its GPU's memory to the learner."""
+        await self._call("sleep", deadline_s=deadline_s)
+
+    async def wake_weights(self, deadline_s: float) -> None:
+        """Takes memory for weights back."""
+        await self._call("wake_weights", deadline_s=deadline_s)
+
+    async def wake_cache(self, deadline_s: float) -> None:
+        """Takes memory for caches back and samples on."""
+        await self._call("wake_cache", deadline_s=deadline_s)
+        await self.refresh(deadline_s)
+
     async def drain(self, deadline_s: float) -> None:
         """Has it take no further request."""
         await self._call("drain", deadline_s=deadline_s)
@@ -129,6 +142,19 @@ class InferencePool:
     def oldest_version(self) -> PolicyVersion | None:
         """The oldest version that a server still samples with; None while none samples."""
         return min((server.version for server in self.servers if server.version is not None), default=None)
+
+    @asynccontextmanager
+    async def asleep(self, publish: Callable[[], Awaitable[object]], deadline_s: float) -> AsyncIterator[None]:
+        """For machines where learner and servers share GPUs: the servers give way to the learner for the block.
+
+        Afterwards they take memory for weights, then `publish` fills it, then they take memory for caches and sample
+        on; the requests that were in flight go on with the new weights, on the tokens they had.
+        """
+        await asyncio.gather(*(server.sleep(deadline_s) for server in self.servers))
+        yield
+        await asyncio.gather(*(server.wake_weights(deadline_s) for server in self.servers))
+        await publish()
+        await asyncio.gather(*(server.wake_cache(deadline_s) for server in self.servers))
 
     def heal_with(self, heal: Callable[[ServerHandle], Awaitable[None]]) -> None:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""

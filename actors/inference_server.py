@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
@@ -124,6 +125,34 @@ class InferenceServer:
     async def quarantine(self, reason: str) -> None:
         """See Engine.quarantine."""
         self._started().quarantine(reason)
+
+    async def open_transfer(self, init_info: dict[str, Any]) -> None:
+        """See Engine.open_transfer."""
+        await self._started().open_transfer(init_info)
+
+    async def begin_transfer(self, mode: UpdateMode) -> None:
+        """See Engine.begin_transfer."""
+        await self._started().begin_transfer(mode)
+
+    async def receive(self, update_info: Any) -> None:
+        """See Engine.receive."""
+        await self._started().receive(update_info)
+
+    async def end_transfer(self, version: PolicyVersion) -> None:
+        """See Engine.end_transfer."""
+        await self._started().end_transfer(version)
+
+    async def sleep(self) -> None:
+        """See Engine.sleep."""
+        await self._started().sleep()
+
+    async def wake_weights(self) -> None:
+        """See Engine.wake_weights."""
+        await self._started().wake_weights()
+
+    async def wake_cache(self) -> None:
+        """See Engine.wake_cache."""
+        await self._started().wake_cache()
 
     async def drain(self) -> None:
         """See Engine.drain."""
