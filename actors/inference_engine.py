@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.adapter import NAME as ADAPTER_NAME
+from actors.adapter import Adapter
 from actors.engine_stats import EngineStats, step_logger
 from actors.inference_admission import Admission
 from actors.inference_config import ServerConfig, UpdateMode
@@ -72,6 +74,7 @@ class Engine:
         self._version: PolicyVersion | None = None
         self._fault = ""
         self._is_draining = False
+        self._lora: Any = None
         self._awake = asyncio.Event()
         self._awake.set()
         self._num_probes = itertools.count()
@@ -221,6 +224,24 @@ class Engine:
                 unread=tuple(checked[0]["unread"]),
             )
 
+    async def load_adapter(self, adapter: Adapter, *, mode: UpdateMode) -> None:
+        """Puts an adapter on the model, in place of the one before it; the model's own weights stay as they are.
+
+        Raises WeightSyncError when the engine cannot take it, and samples nothing then.
+        """
+        from vllm.lora.request import LoRARequest
+
+        adapter.require_rank(self._config.lora_rank, self._name)
+        path = str(adapter.directory)
+        async with self._update, self._paused(mode):
+            try:
+                await self._llm.add_lora(LoRARequest(ADAPTER_NAME, 1, path, load_inplace=True))
+            except Exception as error:  # vLLM raises nothing narrower when a worker refuses an adapter
+                raise WeightSyncError(f"{self._name} does not take adapter {path}: {error}") from error
+            # Requests name it without load_inplace, or each of them would read it from disk again.
+            self._lora = LoRARequest(ADAPTER_NAME, 1, path)
+            await self._set_version(adapter.version)
+
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """Pushes the stage with noise through the path of `load`; nothing is sampled until the next `load`."""
         async with self._update:
@@ -341,7 +362,7 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        outputs = self._llm.generate(prompt, params, request_id=request_id, priority=priority)
+        outputs = self._llm.generate(prompt, params, request_id=request_id, priority=priority, lora_request=self._lora)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.adapter import Adapter
 from actors.calls import call
 from actors.errors import ActorDied, ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
@@ -67,6 +68,11 @@ class ServerHandle:
         report = await self._call("load", manifest, mode, max_columns, admits, deadline_s=deadline_s)
         await self.refresh(deadline_s)
         return report
+
+    async def load_adapter(self, adapter: Adapter, mode: UpdateMode, deadline_s: float) -> None:
+        """Puts an adapter on the model; see Engine.load_adapter."""
+        await self._call("load_adapter", adapter, mode, deadline_s=deadline_s)
+        await self.refresh(deadline_s)
 
     async def admit(self, deadline_s: float) -> None:
         """Lets requests in after a load that kept them out."""

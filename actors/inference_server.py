@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.adapter import Adapter
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
 from actors.inference_errors import ServerNotReady
@@ -109,6 +110,10 @@ class InferenceServer:
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """See Engine.load."""
         return await self._started().load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+
+    async def load_adapter(self, adapter: Adapter, mode: UpdateMode) -> None:
+        """See Engine.load_adapter."""
+        await self._started().load_adapter(adapter, mode=mode)
 
     async def admit(self) -> None:
         """See Engine.admit."""
