@@ -1,6 +1,6 @@
 """A LoRA adapter as a server takes it: a directory in peft's form, and the version that it makes of the policy.
 
-Invariant: an adapter that was built fits the server's rank, and its files are there. Built where a learner exported one;
+Invariant: the files of an adapter that was read are there. Made where a learner exported one;
 loaded by actors/inference_engine.py.
 """
 

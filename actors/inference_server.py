@@ -23,6 +23,7 @@ from actors.inference_errors import ServerNotReady
 from actors.inference_request import Part, Request
 from actors.inference_wire import Address, serve
 from actors.weight_noise import Noise
+from actors.weight_objects import localize
 from actors.weight_stage import Manifest
 from trajectories.schema import PolicyVersion
 
@@ -109,7 +110,8 @@ class InferenceServer:
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """See Engine.load."""
-        return await self._started().load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
+        return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
 
     async def load_adapter(self, adapter: Adapter, mode: UpdateMode) -> None:
         """See Engine.load_adapter."""
@@ -121,7 +123,8 @@ class InferenceServer:
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """See Engine.load_disturbed."""
-        await self._started().load_disturbed(manifest, noise)
+        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
+        await engine.load_disturbed(here, noise)
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
         """See Engine.probe."""

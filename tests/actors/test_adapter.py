@@ -1,4 +1,4 @@
-"""An adapter synced as an adapter: generation follows it, and equals the model with its product added to the weights."""
+"""An adapter synced as an adapter: generation follows it, and equals the model with the product in its weights."""
 
 import asyncio
 import json

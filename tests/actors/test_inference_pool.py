@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,8 @@ from actors.inference_errors import ServerStartError
 from actors.inference_pool import InferencePool, ServerHandle, start_inference_pool
 from actors.inference_sampler import LIST_S, PoolSampler
 from actors.sync_config import SyncConfig
+from actors.weight_objects import localize, put_stage
+from actors.weight_stage import corrupt_tensors
 from actors.weight_sync import WeightSync
 from envs.sampler import Completion, SamplingParams
 from tests.actors.tiny_qwen3 import VOCAB_SIZE, TinySource, save_tiny_qwen3
@@ -145,6 +148,16 @@ async def test_a_server_that_cannot_start_is_named_with_the_cause(cluster: None,
     with pytest.raises(ServerStartError, match=r"server-0 did not come up: .*unexpected keyword.*'block_sise'"):
         async with start_inference_pool(config, model=model):
             pass
+
+
+async def test_a_stage_in_the_object_store_reaches_a_node_that_lacks_its_files(
+    cluster: None, model: Path, tmp_path: Path
+):
+    manifest = put_stage(TinySource(model).stage(tmp_path, PolicyVersion(lineage=0, n=3)))
+    shutil.rmtree(manifest.directory)
+    here = await asyncio.gather(*(asyncio.to_thread(localize, manifest) for _ in range(2)))
+    assert here[0] == here[1] and not here[0].objects and here[0].directory == manifest.directory
+    assert corrupt_tensors(here[0]) == []
 
 
 async def test_servers_without_a_place_are_refused_with_the_resource_that_is_missing(cluster: None, model: Path):

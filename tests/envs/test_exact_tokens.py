@@ -111,14 +111,18 @@ PIECES = st.sampled_from(
 ) | st.text(max_size=6)
 
 
+@pytest.fixture(scope="module", params=TEMPLATES)
+def renderer(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> ChatRenderer:
+    return ChatRenderer(tokenizer=tokenizer, template=TEMPLATES[request.param], special={})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 async def test_every_trained_token_is_the_engines_own_in_the_context_it_saw(
-    template: str, tokenizer: Tokenizer, data: st.DataObject
+    renderer: ChatRenderer, data: st.DataObject
 ) -> None:
-    renderer = ChatRenderer(tokenizer=tokenizer, template=TEMPLATES[template], special={})
+    tokenizer = renderer.tokenizer
     words = st.lists(PIECES, min_size=1, max_size=5).map("".join)
     spelled = words.map(renderer.encode_reply)
     any_ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=8).map(tuple)
@@ -127,7 +131,7 @@ async def test_every_trained_token_is_the_engines_own_in_the_context_it_saw(
     check_samples(calls, trajectory)
     num_breaks = len(trajectory_samples(trajectory)) - 1
     thoughts = [reply for _, reply in exchanges[:-1] if "</think>" in tokenizer.decode(reply[:MAX_TOKENS], False)]
-    assert num_breaks == (len(thoughts) if template == "drops_thinking" else 0)
+    assert num_breaks == (len(thoughts) if renderer.drops_thinking else 0)
 
 
 THINK_END = 256 + 7
