@@ -87,6 +87,10 @@ class ServerHandle:
         """Log-probability of each of `ids` after the first."""
         return await self._call("probe", ids, deadline_s=deadline_s)
 
+    async def transfer(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> None:
+        """One of open_transfer, begin_transfer, receive and end_transfer; see actors/vllm_transfer.py."""
+        await self._call(method, *arguments, deadline_s=deadline_s)
+
     async def sleep(self, deadline_s: float) -> None:
         """Gives its GPU's memory to the learner."""
         await self._call("sleep", deadline_s=deadline_s)

@@ -39,7 +39,7 @@ def localize(manifest: Manifest) -> Manifest:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             for shard, reference in manifest.objects.items():
-                ray.get(reference, timeout=FETCH_TIMEOUT_S).tofile(partial / shard)
+                np.asarray(ray.get(reference, timeout=FETCH_TIMEOUT_S), np.uint8).tofile(partial / shard)
             partial.rename(manifest.directory)
             drop_old(parent, newest=manifest.version)
     return replace(manifest, objects={})
