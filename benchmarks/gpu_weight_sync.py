@@ -88,7 +88,8 @@ class _Weights:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda:0")
+        self._model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self._model.to(torch.device("cuda:0"))
         self.num_bytes = sum(p.nbytes for p in self._model.parameters())
 
     def step(self) -> None:

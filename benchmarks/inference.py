@@ -23,21 +23,17 @@ from typing import Any
 import tyro
 
 from actors.cluster import ClusterConfig, start_cluster
-from actors.inference_config import DType, InferencePoolConfig, ServerConfig
+from actors.inference_config import InferencePoolConfig, ServerConfig
 from actors.inference_directory import ActorDirectory, ActorLocator
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.inference_sampler import PoolSampler
 from benchmarks.conversations import Player, Shape
 from benchmarks.hardware import describe_hardware
+from benchmarks.policies import SERVERS, policy_directory
 from envs.sampler import Completion, Sampler, SamplingParams
-from recipes.policies import resolve_policy
 from trajectories.schema import Trajectory
 
 SHAPES = {"single_turn": Shape(num_turns=1), "five_turn": Shape(num_turns=5)}
-SERVERS = {
-    "tiny": ServerConfig(kv_cache_gb=0.5),
-    "smollm2": ServerConfig(dtype=DType.BFLOAT16, max_num_seqs=64, kv_cache_gb=1.0, threads=2),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ async def main(config: Config) -> None:
 
 async def measure_ratio(policy: str, config: Config) -> dict[str, float]:
     """Ratios and processor time for one policy, single-turn and five-turn."""
-    model, server = resolve_policy(policy), SERVERS[policy]
+    model, server = policy_directory(policy), SERVERS[policy]
     figures: dict[str, float] = {}
     async with (
         start_inference_pool(InferencePoolConfig(server=server), model=model) as pool,
@@ -116,7 +112,7 @@ async def _round(
 
 async def measure_routing(policy: str, config: Config) -> dict[str, float]:
     """Prefix hit rate and tokens per second of five-turn conversations on two servers, sticky and round robin."""
-    model = resolve_policy(policy)
+    model = policy_directory(policy)
     figures: dict[str, float] = {}
     shape = SHAPES["five_turn"]
     pool_config = InferencePoolConfig(server=SERVERS[policy], num_servers=2, health_interval_s=0.5)

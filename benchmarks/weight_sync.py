@@ -20,25 +20,21 @@ import numpy as np
 import tyro
 
 from actors.cluster import ClusterConfig, Resources, start_cluster
-from actors.inference_config import DType, InferencePoolConfig, ServerConfig, UpdateMode
+from actors.inference_config import InferencePoolConfig, UpdateMode
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from actors.weight_sync import SyncConfig, WeightSync
 from benchmarks.conversations import Player, Shape
 from benchmarks.hardware import describe_hardware
+from benchmarks.policies import SERVERS, policy_directory
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import plan_batch
-from recipes.policies import resolve_policy
 from trajectories.handle import GroupHandle, summarize
 from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory
 from trajectories.store import StoreWriter
 
 NUM_REPLIES = 32
 SHAPE = Shape(num_turns=1, prompt_tokens=64, reply_tokens=128)
-SERVERS = {
-    "tiny": ServerConfig(),
-    "smollm2": ServerConfig(dtype=DType.BFLOAT16, max_num_seqs=64, kv_cache_gb=1.0, threads=2),
-}
 THREADS = {"tiny": 1, "smollm2": 2}
 
 
@@ -70,7 +66,7 @@ async def main(config: Config) -> None:
 
 async def measure(policy: str, num_rounds: int) -> dict[str, float]:
     """All figures of one policy."""
-    model = resolve_policy(policy)
+    model = policy_directory(policy)
     pool_config = InferencePoolConfig(server=SERVERS[policy])
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
