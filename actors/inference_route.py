@@ -26,14 +26,14 @@ class Route:
     def __init__(self, name: str, locate: Locator) -> None:
         self.name = name
         self._locate = locate
-        self._opening = asyncio.Lock()
+        self._connecting: asyncio.Task[None] | None = None
         self._channel: Channel | None = None
         self._rests_until = 0.0
 
     @property
     def channel(self) -> Channel:
         """The open connection."""
-        assert self._channel is not None, "open() came first"
+        assert self._channel is not None, "is_open was asked first"
         return self._channel
 
     @property
@@ -54,16 +54,24 @@ class Route:
         """No new request goes to this server; what is on its way there ends there."""
         self._rests_until = float("inf")
 
-    async def open(self) -> bool:
-        """Whether requests may be sent; connects when there is no connection."""
-        async with self._opening:
-            if asyncio.get_running_loop().time() < self._rests_until:
-                return False
-            if self._channel is not None and not self._channel.is_closed:
-                return True
-            return await self._connect()
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be sent now."""
+        is_connected = self._channel is not None and not self._channel.is_closed
+        return is_connected and asyncio.get_running_loop().time() >= self._rests_until
 
-    async def _connect(self) -> bool:
+    def connect(self) -> "asyncio.Task[None] | None":
+        """The attempt to connect that is under way, begun here where one is due; None where none is.
+
+        Nobody has to wait for it: a server that starts may not say for half a minute where it listens.
+        """
+        if self._connecting is None or self._connecting.done():
+            if self.is_open or asyncio.get_running_loop().time() < self._rests_until:
+                return None
+            self._connecting = asyncio.create_task(self._connect())
+        return self._connecting
+
+    async def _connect(self) -> None:
         address = await self._locate()
         try:
             self._channel = None if address is None else await Channel.open(self.name, address)
@@ -72,4 +80,3 @@ class Route:
             self._channel = None
         if self._channel is None:
             self.rest(None, is_gone=True)
-        return self._channel is not None

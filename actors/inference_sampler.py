@@ -24,6 +24,8 @@ KEYS_KEPT = 65_536
 """Trajectories and Groups remembered; the oldest are forgotten first."""
 RETRY_S = 0.25
 """Pause before servers are looked for again while none takes requests."""
+CONNECT_S = 1.0
+"""How long connections are waited for while no server takes requests."""
 LIST_S = 5.0
 """How long the list of servers is believed."""
 
@@ -95,17 +97,17 @@ class PoolSampler:
         while True:
             await self._list()
             sticky = self._sticky.get(key)
-            if sticky is not None and not self._is_full(sticky) and await sticky.open():
+            if sticky is not None and sticky.is_open and not self._is_full(sticky):
                 return sticky
-            routes = list(self._routes.values())
-            opened = await asyncio.gather(*(route.open() for route in routes))
-            usable = [route for route, is_open in zip(routes, opened, strict=True) if is_open]
+            connecting = [task for route in self._routes.values() if (task := route.connect()) is not None]
+            usable = [route for route in self._routes.values() if route.is_open]
             if usable:
                 least = min(usable, key=lambda route: route.load)
-                if sticky in usable and sticky is not None and 2 * least.load >= sticky.load:
+                if sticky is not None and sticky.is_open and 2 * least.load >= sticky.load:
                     return sticky
                 return self._remember(key, least)
-            await asyncio.sleep(RETRY_S)
+            # All of them, so that the first requests spread; not for long, since one may be starting.
+            await (asyncio.wait(connecting, timeout=CONNECT_S) if connecting else asyncio.sleep(RETRY_S))
 
     def _is_full(self, route: Route) -> bool:
         return route.load >= self._config.server.max_num_seqs

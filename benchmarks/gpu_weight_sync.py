@@ -89,7 +89,7 @@ class _Weights:
         from transformers import AutoModelForCausalLM
 
         self._model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        self._model.to(torch.device("cuda:0"))
+        self._model.to("cuda:0")  # pyright: ignore[reportArgumentType]  # transformers types a wrapper, not the method
         self.num_bytes = sum(p.nbytes for p in self._model.parameters())
 
     def step(self) -> None:

@@ -251,3 +251,13 @@ async def test_a_trajectory_has_a_cache_of_its_own_where_it_may_be_reused(kv_reu
     sampler = await pool_of(server, kv_reuse=kv_reuse)
     await ask(sampler, "t.0")
     assert server.requests[0].salt == salt
+
+
+async def test_a_server_that_does_not_say_where_it_listens_holds_up_no_request_of_the_others():
+    class Starting(WireServer):
+        async def locate(self):
+            await asyncio.sleep(60)
+
+    sampler = await pool_of(Starting(0), WireServer(1))
+    async with asyncio.timeout(5):
+        assert {await ask(sampler, f"t{k}") for k in range(4)} == {1}
