@@ -5,6 +5,7 @@ weight-sync modules of actors/; importable without Ray, vLLM or torch.
 
 SamplerError (envs.errors)      a rollout's request got no Completion        -> outcome sampler_error
 +-- ServerGone                  the server died or dropped the connection; the request may run elsewhere
+|   +-- RequestDropped          a weight update dropped the request alone; the same server takes it again
 +-- ServerNotReady              the server holds no proven weights yet; the request may run elsewhere
 +-- NonFiniteLogprobs           the engine sampled a token with a NaN or infinite log-probability
 ClusterError (actors.errors)
@@ -21,6 +22,10 @@ from envs.errors import SamplerError
 
 class ServerGone(SamplerError):
     """The server died, or its connection broke, before the Completion came."""
+
+
+class RequestDropped(ServerGone):
+    """A weight update in mode abort dropped the request; the server itself goes on."""
 
 
 class ServerNotReady(SamplerError):

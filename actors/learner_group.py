@@ -19,6 +19,7 @@ import ray
 from actors.calls import call
 from actors.cluster import Resources
 from actors.errors import ActorDied, LearnerLost
+from actors.weight_objects import put_stage
 from actors.weight_stage import Manifest, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
@@ -120,6 +121,10 @@ class LearnerRank:
             pass
         return None
 
+    def put_stage(self, manifest: Manifest) -> Manifest:
+        """See actors/weight_objects.py."""
+        return put_stage(manifest)
+
     def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         """See Learner.logprobs."""
         return self._learner.logprobs(ids)
@@ -220,6 +225,11 @@ class LearnerGroup:
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights for servers to pull."""
         return (await self._each("stage_weights", [(directory, version)] * len(self._ranks)))[0]
+
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        """Puts what `stage_weights` wrote into Ray's object store, for nodes that share no file system."""
+        rank, deadline_s = self._ranks[0], self._config.step_deadline_s
+        return await call(rank.put_stage, manifest, deadline_s=deadline_s, what="put_stage on rank 0")
 
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` after the first under the current weights, at temperature 1."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from actors.errors import ActorDied
 from actors.inference_engine import LoadReport
 from actors.inference_errors import NoServerLeft, ServerNotReady, WeightSyncError
-from actors.sync_config import SyncConfig
+from actors.sync_config import SyncConfig, Transport
 from actors.version_proof import (
     Published,
     SyncedServer,
@@ -46,6 +46,10 @@ class WeightSource(Protocol):
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights under `directory`."""
+        ...
+
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        """Puts a stage into Ray's object store."""
         ...
 
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -137,6 +141,8 @@ class WeightSync:
         config = self._config
         async with deadline(f"staging version {version_label(version)}", config.stage_timeout_s):
             manifest = await self._source.stage_weights(self._directory, version)
+            if config.transport is Transport.OBJECT_STORE:
+                manifest = await self._source.put_stage(manifest)
         ids = probe_ids(manifest, config.probe_tokens)
         async with deadline(f"the learner's probe of version {version_label(version)}", config.probe_timeout_s):
             logprobs = await self._source.probe_logprobs(ids)

@@ -1,7 +1,8 @@
 """Renderer: messages to token ids, so that what was sampled is exactly what the next prompt holds.
 
-Invariant: ids once sampled are never made again from text; a next prompt only appends to them. Whatever a model or a
-terminal wrote stays text: it never becomes a special token. Called by envs/conversation.py and by recipes for SFT.
+Invariant: ids once sampled are never made again from text; a next prompt appends to them, or, where the template drops
+earlier thinking, leaves some out. Whatever a model or a terminal wrote stays text: it never becomes a special token.
+Called by envs/conversation.py and by recipes for SFT.
 
 It reads a model directory's tokenizer.json and chat template with `tokenizers` and `jinja2`, for the AutoTokenizer of
 transformers imports torch, which no rollout worker needs. A test compares the prompts with `apply_chat_template`.
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from envs.generation_block import GenerationBlock
+from envs.thinking import THINK_END, ids_without_thinking, without_thinking
 
 Message = Mapping[str, str]
 """{"role": "user" | "assistant" | "system", "content": text}."""
@@ -65,10 +67,11 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """The Renderer for any prefix-stable chat template; TemplateRefused at construction for the others.
+    """The Renderer for chat templates that keep history as it was; TemplateRefused at construction for the others.
 
-    Prefix-stable: what follows an assistant message depends only on the messages after it, never on those before, and
-    the message itself stands in the history exactly as it was sampled.
+    What follows an assistant message must depend only on the messages after it, never on those before. The message
+    itself must stand in the history as it was sampled, or, in templates like Qwen3's, without its thinking: then each
+    reply that thought is followed by a break.
     """
 
     tokenizer: Tokenizer
@@ -103,27 +106,43 @@ class ChatRenderer:
     def next(
         self, context_ids: Sequence[int], sampled_ids: Sequence[int], observation: str
     ) -> tuple[int, tuple[int, ...]]:
-        """Keeps everything, and appends what closes the reply, the observation and the assistant header.
+        """Keeps what the template keeps, and appends what closes the reply, the observation and the assistant header.
 
         A reply that was cut lacks its end token: that token is then among the new ids, so it is not trained.
         """
         closing = self._encode(self._after_reply, observation)
         if sampled_ids and sampled_ids[-1] == self._end_id:
             closing = closing[1:]
+        if self.drops_thinking:
+            kept = ids_without_thinking(sampled_ids, self._spell)
+            if len(kept) < len(sampled_ids):
+                return len(context_ids), (*kept, *closing)
         return len(context_ids) + len(sampled_ids), tuple(closing)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the stop token at their end."""
         kept = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        return self.tokenizer.decode(list(kept), skip_special_tokens=False)
+        return self._spell(kept)
+
+    @cached_property
+    def drops_thinking(self) -> bool:
+        """Whether the template leaves the thinking of a reply out once it is history."""
+        return self._first_rewritten(lambda reply: reply) is not None
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """The ids of a reply written by someone else than the policy, end token included."""
         return (*self.encode_text(text, is_words=True), self._end_id)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message."""
+        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message.
+
+        TemplateRefused when the template would drop thinking from it: then no one sequence holds every reply.
+        """
         _check_turns(messages)
+        last_reply = (len(messages) - 2) // 2 * 2 + 1
+        thoughts = [m for m in messages[1:last_reply:2] if THINK_END in m["content"]]
+        if self.drops_thinking and thoughts:
+            raise TemplateRefused(_unstable(THINK_END))
         ids: list[int] = []
         mask: list[bool] = []
         reply: tuple[int, ...] = ()
@@ -173,6 +192,9 @@ class ChatRenderer:
             done = match.end()
         return ids + self.encode_text(text[done:])
 
+    def _spell(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
     @cached_property
     def _compiled(self) -> Any:
         return compile_template(self.template)
@@ -202,18 +224,24 @@ class ChatRenderer:
 
     def _refuse_unstable(self) -> None:
         """Plays three replies, one with thinking, and compares each prompt with what appending gives."""
-        replies = ("a", "<think>\nw\n</think>\n\nb", "c")
         try:
-            text = self._render([_user("u0")])
-            messages = [_user("u0")]
-            for k, reply in enumerate(replies, start=1):
-                messages += [_assistant(reply), _user(f"u{k}")]
-                text += reply + self._after_reply(f"u{k}")
-                if self._render(messages) != text:
-                    raise TemplateRefused(_unstable(reply))
+            rewritten = self._first_rewritten(lambda reply: reply)
+            if rewritten is not None and self._first_rewritten(without_thinking) is not None:
+                raise TemplateRefused(_unstable(rewritten))
         except TemplateError as error:
             raise TemplateRefused(f"the chat template failed on plain user and assistant turns: {error}") from error
         _ = self._end_id
+
+    def _first_rewritten(self, as_history: Callable[[str], str]) -> str | None:
+        """The first of the replies that the template's history holds otherwise than `as_history` makes it."""
+        text = self._render([_user("u0")])
+        messages = [_user("u0")]
+        for k, reply in enumerate(("a", "<think>\nw\n</think>\n\nb", "c"), start=1):
+            messages += [_assistant(reply), _user(f"u{k}")]
+            text += as_history(reply) + self._after_reply(f"u{k}")
+            if self._render(messages) != text:
+                return reply
+        return None
 
 
 def load_renderer(directory: str | Path, *, template: str | None = None) -> ChatRenderer:
@@ -278,7 +306,7 @@ def _check_turns(messages: Sequence[Message]) -> None:
 
 
 def _unstable(reply: str) -> str:
-    what = "thinking" if "<think>" in reply else "an assistant message"
+    what = "thinking" if THINK_END in reply else "an assistant message"
     return (
         f"the chat template rewrites {what} once it is history, so prompts cannot append to sampled tokens; "
         "give a template that keeps every assistant message as it was sampled"

@@ -188,7 +188,8 @@ async def _step(config: Config, run: Run, parts: "_Parts", watchdog: Watchdog) -
     metrics |= await finish(_train(config, parts, groups), config.grace_s) | clock.lap("train_s")
     watchdog.doing = f"publishing version {progress.version.n}"
     metrics |= await _publish(parts) | clock.lap("publish_s")
-    run.log(progress.version.n, metrics | parts.buffer.metrics() | parts.recoveries(run) | parts.count())
+    metrics |= parts.buffer.metrics() | parts.servers.metrics() | parts.recoveries(run) | parts.count()
+    run.log(progress.version.n, metrics)
     parts.ledger.write()
     if progress.version.n % config.checkpoint_every == 0:
         watchdog.doing = f"writing the checkpoint of version {progress.version.n}"

@@ -35,6 +35,12 @@ class ChatPrompts:
     """Prompt ids of dialogues. A template without tools gets them in the system message, in the Hermes convention."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
+        """TemplateRefused for a template that drops earlier thinking: what follows a reply would rewrite it."""
+        if renderer.drops_thinking:
+            raise TemplateRefused(
+                "the gateway needs a chat template that keeps earlier thinking; give the policy one, such as the "
+                "OpenThoughts presets' chatml.jinja"
+            )
         self.renderer = renderer
         self._template = compile_template(renderer.template)
 
@@ -70,7 +76,7 @@ class ChatPrompts:
             raise TemplateRefused(f"the policy's chat template refuses these messages: {error}") from error
 
     def _after_reply(self, messages: list[dict[str, Any]], specs: list[dict[str, Any]]) -> str:
-        """A reply's end and what follows depend on nothing before it: ChatRenderer refuses other templates."""
+        """A reply's end and what follows depend on nothing before it: other templates are refused."""
         start: list[dict[str, Any]] = [{"role": "user", "content": "u"}]
         head = self._render(start, specs) + "a"
         text = self._render([*start, {"role": "assistant", "content": "a"}, *messages], specs)

@@ -6,7 +6,7 @@ import pytest
 from actors import weight_sync
 from actors.errors import ActorDied
 from actors.inference_errors import VersionProofError, WeightSyncError, WeightSyncTimeout
-from actors.sync_config import SyncConfig
+from actors.sync_config import SyncConfig, Transport
 from actors.weight_sync import WeightSync
 from tests.fakes.synced_server import FakeServer, FakeSource, FakeTarget
 from trajectories.schema import PolicyVersion
@@ -100,6 +100,14 @@ async def test_a_dead_server_is_passed_over_and_healed_with_the_latest_version(t
     assert target.heal is not None
     await target.heal(target.servers[1])
     assert target.servers[1].loaded == [V0, V1]
+
+
+async def test_through_the_object_store_servers_get_the_shards_references(tmp_path):
+    target = FakeTarget(FakeServer("a"))
+    sync = sync_of(target, tmp_path, canary=False, transport=Transport.OBJECT_STORE)
+    await sync.publish(V0)
+    (manifest,) = target.servers[0].manifests
+    assert list(manifest.objects) == ["weights-00000.safetensors"]
 
 
 async def test_publish_fails_when_every_server_is_dead(tmp_path):

@@ -99,6 +99,9 @@ class FakeServers:
     def oldest_version(self) -> PolicyVersion | None:
         return self._bed.version
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     async def until_one_serves(self) -> None:
         self.num_restarts += 1
 

@@ -7,6 +7,7 @@ import pytest
 from envs.gateway.dialogue import Said, Tool, make_call, parse_reply
 from envs.gateway.prompts import ChatPrompts
 from envs.renderer import TemplateRefused
+from tests.envs.templates import DROPS_EARLIER_THINKING
 from tests.envs.tokens import CHATML_TEMPLATE, TINY_TEMPLATE, special_id, tiny_renderer
 
 END = special_id("<|im_end|>")
@@ -93,3 +94,8 @@ def test_two_calls_and_the_words_around_them_are_told_apart() -> None:
 def test_what_is_no_call_stays_words(call: str) -> None:
     text = f"<tool_call>{call}</tool_call>"
     assert parse_reply(text) == Said(role="assistant", content=text)
+
+
+def test_a_template_that_drops_earlier_thinking_is_refused() -> None:
+    with pytest.raises(TemplateRefused, match="keeps earlier thinking"):
+        ChatPrompts(tiny_renderer(DROPS_EARLIER_THINKING))
