@@ -10,14 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from actors.calls import call
 from actors.cluster import Resources
 from actors.errors import ClusterError
-from actors.rollout_worker import RolloutWorkerActor
-from envs.build import EpisodeConfig
+from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
+from actors.slots import Slots
+from envs.build import EpisodeConfig, build_episode
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.buffer import GroupBuffer
@@ -54,23 +56,37 @@ class RolloutPool:
     """A fleet of rollout workers; made by `start_rollout_pool`."""
 
     def __init__(
-        self, config: RolloutPoolConfig, workers: list, *, sandbox: dict[str, str], group_deadline_s: float
+        self,
+        config: RolloutPoolConfig,
+        workers: list,
+        *,
+        sandbox: dict[str, str],
+        group_deadline_s: float,
+        start_worker: Callable[[int], Any] | None = None,
     ) -> None:
+        """`start_worker` makes the worker with this index, for `add_worker`."""
         self._config = config
         self._group_deadline_s = group_deadline_s
-        self._workers = workers
-        self._running = [0] * len(workers)
-        self._slots = asyncio.Semaphore(config.max_rollouts)
-        self._queue = asyncio.Lock()
+        self._start_worker = start_worker
+        self._workers = dict(enumerate(workers))
+        self._running = dict.fromkeys(self._workers, 0)
+        self._num_started = len(workers)
+        self._ended = asyncio.Event()
+        """Set whenever a Group ends."""
+        self.slots = Slots(config.max_rollouts)
+        """Resized to run more or fewer rollouts at once."""
         self.sandbox = sandbox
         """What isolates the rollouts, as the workers report it."""
 
+    @property
+    def num_workers(self) -> int:
+        """Workers that take new Groups."""
+        return len(self._workers)
+
     async def play(self, request: GroupRequest, size: int) -> GroupHandle:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
-        num_slots = min(size, self._config.max_rollouts)
-        async with self._queue:  # one Group gathers slots at a time, or two could each hold half of what they need
-            await self._gather(num_slots)
-        index = min(range(len(self._workers)), key=self._running.__getitem__)
+        await self.slots.take(size)
+        index = min(self._workers, key=self._running.__getitem__)
         self._running[index] += size
         try:
             return await call(
@@ -83,20 +99,37 @@ class RolloutPool:
             )
         finally:
             self._running[index] -= size
-            for _ in range(num_slots):
-                self._slots.release()
+            self._ended.set()
+            self.slots.give(size)
 
-    async def _gather(self, num_slots: int) -> None:
-        """Takes so many slots, or none when cancelled."""
-        held = 0
+    async def add_worker(self) -> int:
+        """Starts one more worker, which takes Groups from now on; returns its index."""
+        if self._start_worker is None:
+            raise ValueError("this pool was given no way to start workers; make it with start_rollout_pool")
+        index, self._num_started = self._num_started, self._num_started + 1
+        worker = self._start_worker(index)
         try:
-            while held < num_slots:
-                await self._slots.acquire()
-                held += 1
-        except asyncio.CancelledError:
-            for _ in range(held):
-                self._slots.release()
+            await call(worker.ready, deadline_s=self._config.start_deadline_s, what=f"start of rollout worker {index}")
+        except BaseException:
+            ray.kill(worker)
             raise
+        self._running[index] = 0
+        self._workers[index] = worker
+        return index
+
+    async def remove_worker(self, index: int) -> None:
+        """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""
+        if index not in self._workers or len(self._workers) == 1:
+            raise ValueError(f"cannot remove rollout worker {index} of {sorted(self._workers)}: one must be left")
+        worker = self._workers.pop(index)
+        try:
+            async with asyncio.timeout(self._group_deadline_s + 60):
+                while self._running[index]:
+                    self._ended.clear()
+                    await self._ended.wait()
+            await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+        finally:
+            ray.kill(worker)
 
     async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
         """Handles of all Groups, each as it finishes; at most one more in flight than there are slots for."""
@@ -133,7 +166,7 @@ class RolloutPool:
 
     async def close(self) -> None:
         """Flushes every worker's segment; one that cannot be reached is logged, and its segment holds what it wrote."""
-        for index, worker in enumerate(self._workers):
+        for index, worker in self._workers.items():
             try:
                 await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
             except ClusterError as error:
@@ -208,29 +241,43 @@ async def start_rollout_pool(
     prefix: str,
     model: Path | None = None,
     sampler: Sampler | None = None,
+    build: EpisodeBuilder = build_episode,
 ) -> AsyncIterator[RolloutPool]:
     """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
 
     A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
+    `build` makes each worker's Episode from the config.
     """
-    actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
-    workers = [
-        actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
-        for index in range(config.num_workers)
-    ]
+    # A call that waits for room in an actor costs its caller's deadline, so there is room for every rollout.
+    actor = RolloutWorkerActor.options(max_concurrency=config.max_rollouts + 16, **config.resources.options())
+
+    started: list[Any] = []
+
+    def start_worker(index: int) -> Any:
+        name = f"{prefix}-{index}"
+        started.append(actor.remote(name, episode, store=store, model=model, sampler=sampler, build=build))
+        return started[-1]
+
     try:
+        workers = [start_worker(index) for index in range(config.num_workers)]
         provenances = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
             for index, worker in enumerate(workers)
         ]
-        pool = RolloutPool(config, workers, sandbox=provenances[0], group_deadline_s=episode.group_deadline_s)
+        pool = RolloutPool(
+            config,
+            workers,
+            sandbox=provenances[0],
+            group_deadline_s=episode.group_deadline_s,
+            start_worker=start_worker,
+        )
         try:
             yield pool
         finally:
             await pool.close()
     finally:
-        for worker in workers:
-            ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        for worker in started:
+            ray.kill(worker)
 
 
 async def _cancel(tasks: set) -> None:

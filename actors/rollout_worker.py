@@ -4,10 +4,12 @@ Invariant: a Group is on disk before its handle is returned. Called by actors/ro
 """
 
 from pathlib import Path
+from typing import Protocol
 
 import ray
 
 from envs.build import EpisodeConfig, build_episode
+from envs.episode import Episode
 from envs.group import run_group
 from envs.sampler import Sampler
 from envs.task import Task
@@ -15,14 +17,29 @@ from trajectories.handle import GroupHandle, summarize
 from trajectories.store import StoreWriter
 
 
+class EpisodeBuilder(Protocol):
+    """What makes a worker's Episode; picklable. `build_episode`, or timed parts in a benchmark."""
+
+    def __call__(self, config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
+        """The Episode that the worker plays."""
+        ...
+
+
 class RolloutWorker:
     """Plays Groups with one Episode config, writing to a segment of its own."""
 
     def __init__(
-        self, name: str, config: EpisodeConfig, *, store: Path, model: Path | None, sampler: Sampler | None
+        self,
+        name: str,
+        config: EpisodeConfig,
+        *,
+        store: Path,
+        model: Path | None,
+        sampler: Sampler | None,
+        build: EpisodeBuilder = build_episode,
     ) -> None:
         self._config = config
-        self._episode = build_episode(config, model=model, sampler=sampler)
+        self._episode = build(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
 
     async def ready(self) -> dict[str, str]:

@@ -76,16 +76,18 @@ def plan_batch(
     treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
     num_ranks: int,
     max_tokens: int,
+    group_weights: Sequence[float] | None = None,
 ) -> BatchPlan:
-    """The plan of one policy-gradient step.
+    """The plan of one policy-gradient step; `group_weights` scale the Advantages of each Group, and no denominator.
 
     The token mean counts every trained token of every valid member of a Group that carries gradient, members with
     advantage 0 among them; those and Groups without gradient are not computed, since their gradient is 0.
     """
     refs: list[SampleRef] = []
     num_counted = num_silent = 0
-    for group in groups:
-        group_advantages = advantages(member_rewards(group, treatments))
+    for group, weight in zip(groups, group_weights or [1.0] * len(groups), strict=True):
+        unweighted = advantages(member_rewards(group, treatments))
+        group_advantages = [None if advantage is None else advantage * weight for advantage in unweighted]
         if not any(group_advantages):
             num_silent += 1
             continue

@@ -24,6 +24,7 @@ from actors.cluster import ClusterConfig, Resources, require, start_cluster
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
+from actors.training_step import training_step
 from actors.weight_sync import SyncConfig, WeightSync
 from envs.build import EpisodeConfig
 from envs.task import Task
@@ -35,10 +36,10 @@ from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
-from trajectories.buffer import GroupBuffer
+from trajectories.buffer import GroupBuffer, StalenessPolicy
 from trajectories.handle import GroupHandle
-from trajectories.metrics import summarize_groups
-from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
+from trajectories.schema import PolicyVersion
+from trajectories.staleness import down_weight
 
 MAY_DIFFER = ("steps", "wandb", "cluster")
 """What may change when a run goes on."""
@@ -61,6 +62,9 @@ class Config:
     """Rollouts of a Group."""
     max_staleness: int = 1
     """How many versions behind the learner a trained token may have been sampled; 0 is strictly on-policy."""
+    staleness: StalenessPolicy = StalenessPolicy.WAIT
+    """What happens to a Group about to be too old: the learner waits for it (wait), it is dropped and another takes its
+    place (drop: biased against long rollouts), or it is trained on with a lower weight (down_weight: no bound)."""
     refill: bool = False
     """Replace Groups without signal (all solved, none solved, too few valid) instead of training on fewer."""
     take_deadline_s: float = 900.0
@@ -100,11 +104,13 @@ async def main(config: Config) -> dict[str, Any]:
         progress, began = parts.progress, time.monotonic()
         try:
             for _ in run.steps(config.steps, start=progress.version.n):
-                clock = _Clock()
-                groups = await parts.stream.take(progress.version, config.take_deadline_s)
-                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
-                metrics |= await finish(_train(config, parts.learner, groups, progress)) | clock.lap("train_s")
-                metrics |= await parts.weights.publish(progress.version) | clock.lap("publish_s")
+                metrics = await training_step(
+                    progress.version,
+                    stream=parts.stream,
+                    update=lambda groups: finish(_train(config, parts.learner, groups, progress)),
+                    publisher=parts.weights,
+                    take_deadline_s=config.take_deadline_s,
+                )
                 run.log(progress.version.n, metrics | parts.buffer.metrics())
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
@@ -124,7 +130,11 @@ async def _train(
 ) -> dict[str, float]:
     """One optimizer step on the Groups, which are consumed by it."""
     plan = plan_batch(
-        groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+        groups,
+        advantages=leave_one_out,
+        num_ranks=config.learners.num_ranks,
+        max_tokens=config.learner.max_tokens,
+        group_weights=[down_weight(group, progress.version, config.max_staleness) for group in groups],
     )
     loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
     metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
@@ -195,6 +205,7 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         version=progress.version,
+        policy=config.staleness,
         refill=config.refill,
     )
     weights = _weight_sync(config, learner, servers, buffer)
@@ -279,18 +290,6 @@ async def _restore(run: Run, learner: LearnerGroup) -> _Progress:
         await learner.load(run.directory / "checkpoints" / state["checkpoint"])
     run.save_state(state)
     return _Progress(PolicyVersion(lineage=state["lineage"], n=state["n"]), set(state["consumed"]))
-
-
-class _Clock:
-    """Seconds since the last lap."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def lap(self, name: str) -> dict[str, float]:
-        now = time.monotonic()
-        seconds, self._began = now - self._began, now
-        return {f"time/{name}": seconds}
 
 
 if __name__ == "__main__":
