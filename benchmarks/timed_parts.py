@@ -28,6 +28,8 @@ from envs.renderer import Message
 from envs.sampler import Completion, Sampler
 from envs.sandbox import ExecResult, Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
+from learners.config import LossConfig
+from learners.plan import RankPlan
 from trajectories.schema import PolicyVersion, VersionSpan
 
 MESSAGE_IDS = tuple(range(1, 33))
@@ -104,6 +106,22 @@ class TimedServer:
                 self._busy_s += time.monotonic() - began
         self._num_answered += 1
         return Completion(ids=REPLY_IDS, logprobs=(-0.5,) * len(REPLY_IDS), spans=spans, finish_reason="stop")
+
+
+class TimedRank:
+    """A learner rank whose update takes `update_s` seconds."""
+
+    def __init__(self, update_s: float) -> None:
+        self._update_s = update_s
+
+    def forward_backward(self, plan: RankPlan, loss: LossConfig) -> dict[str, float]:
+        """See Learner."""
+        time.sleep(self._update_s)
+        return {}
+
+    def optim_step(self) -> dict[str, float]:
+        """See Learner."""
+        return {}
 
 
 class CountedRenderer:
