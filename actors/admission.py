@@ -10,9 +10,12 @@ timed stages, 192 rollouts on 12 busy slots made a step 1.14 times its bound at 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from actors.errors import ClusterError
+from actors.inference_errors import ServerNotReady
 from actors.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -52,12 +55,32 @@ def next_limit(limit: int, *, running: float, waiting: float, is_full: bool, mos
     return min(most, limit + max(1, (most - least) // 10)) if is_full else limit
 
 
+@asynccontextmanager
+async def adapting(
+    slots: Slots, config: AdmissionConfig, stats: Callable[[], Awaitable[Mapping[str, float]]]
+) -> AsyncIterator[None]:
+    """Adapts the slots for the length of the block; what breaks that is logged when it happens."""
+    task = asyncio.create_task(adapt(slots, config, stats))
+    task.add_done_callback(
+        lambda task: task.cancelled() or logger.error("admission no longer adapts", exc_info=task.exception())
+    )
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 async def adapt(slots: Slots, config: AdmissionConfig, stats: Callable[[], Awaitable[Mapping[str, float]]]) -> None:
     """Looks at the servers for ever; `stats` gives their `running` and `waiting` requests (InferencePool.stats)."""
     most = slots.limit
     while True:
         await asyncio.sleep(config.every_s)
-        load = await stats()
+        try:
+            load = await stats()
+        except (ClusterError, ServerNotReady) as error:  # the pool's own watch brings a dead server back
+            logger.warning("the servers' load is unknown: %s", error)
+            continue
         is_full = slots.num_waiting > 0
         limit = next_limit(
             slots.limit,

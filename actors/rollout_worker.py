@@ -3,6 +3,7 @@
 Invariant: a Group is on disk before its handle is returned. Called by actors/rollout_pool.py alone.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +42,7 @@ class RolloutWorker:
         self._config = config
         self._episode = build(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
+        self._writing = asyncio.Lock()
 
     async def ready(self) -> dict[str, str]:
         """What isolates the rollouts, once this worker can play; SandboxRefused where nothing can."""
@@ -51,7 +53,9 @@ class RolloutWorker:
         group = await run_group(
             task, size=size, episode=self._episode, group_id=group_id, deadline_s=self._config.group_deadline_s
         )
-        return summarize(group, self._writer.append(group))
+        async with self._writing:  # in a thread: encoding takes milliseconds, and the disk may take any time
+            location = await asyncio.to_thread(self._writer.append, group)
+        return summarize(group, location)
 
     async def close(self) -> None:
         """Flushes the segment to disk and frees what the sandbox provider keeps."""

@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from trajectories.buffer import GroupBuffer
 from trajectories.schema import PolicyVersion
 
 GROUP_SIZE = 8
+SLOTS_PER_ROLLOUT = 1.5
+"""A Group keeps the slots of all its rollouts until the last one ends, so fewer are in flight than there are slots."""
 STALENESS = 48
 """Versions that the buffer lets rollouts lag: enough permits for every Group in flight."""
 FILL_DEADLINE_S = 300.0
@@ -78,23 +80,24 @@ async def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace) -> dict[str, float]:
     """One level: fills it, watches it, and says what it cost."""
+    num_slots = int(num_rollouts * SLOTS_PER_ROLLOUT)
     with tempfile.TemporaryDirectory() as scratch:
         probes = Path(scratch) / "probes"
         probes.mkdir()
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(start_actor(TimedServer, num_rollouts, reply_s, max_concurrency=8))
+            server = await stack.enter_async_context(start_actor(TimedServer, num_slots, reply_s, max_concurrency=8))
             pool = await stack.enter_async_context(
                 start_rollout_pool(
-                    RolloutPoolConfig(num_workers=arguments.workers, max_rollouts=num_rollouts),
+                    RolloutPoolConfig(num_workers=arguments.workers, max_rollouts=num_slots),
                     EpisodeConfig(group_deadline_s=DEADLINE_S),
                     store=Path(scratch) / "store",
                     prefix="worker",
                     sampler=PoolSampler(InferencePoolConfig(), {"server": ActorLocator("server", server)}),
-                    build=TimedEpisodes(min_turns=4, max_turns=20, probes=probes),
+                    build=TimedEpisodes(min_turns=8, max_turns=16, probes=probes),
                 )
             )
             buffer = GroupBuffer(
-                groups_per_step=max(1, num_rollouts // (GROUP_SIZE * 40)),
+                groups_per_step=max(1, num_slots // (GROUP_SIZE * 40)),
                 max_staleness=STALENESS,
                 version=PolicyVersion(lineage=0, n=0),
             )
@@ -102,7 +105,7 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
             stream = await stack.enter_async_context(pool.stream(requests, GROUP_SIZE, buffer, lambda: buffer.version))
             consuming = asyncio.create_task(_consume(stream, buffer, server))
             stack.callback(consuming.cancel)
-            await _until_full(lambda: pool.slots.num_taken, num_rollouts, consuming)
+            await _until_full(lambda: pool.slots.num_taken, num_slots, consuming)
             watched = await _watch(server, arguments.seconds, consuming)
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
     return {"rollouts": float(num_rollouts), "reply_s": reply_s, **_figures(watched, workers)}
@@ -117,9 +120,9 @@ async def _consume(stream: Any, buffer: GroupBuffer, server: Any) -> None:
         buffer.advance(version)
 
 
-async def _until_full(num_taken: Any, num_rollouts: int, consuming: "asyncio.Task[None]") -> None:
+async def _until_full(num_taken: Callable[[], int], num_slots: int, consuming: "asyncio.Task[None]") -> None:
     async with asyncio.timeout(FILL_DEADLINE_S):
-        while num_taken() < 0.98 * num_rollouts // GROUP_SIZE * GROUP_SIZE:
+        while num_taken() < num_slots // GROUP_SIZE * GROUP_SIZE:
             await _pause(0.2, consuming)
     await _pause(2.0, consuming)
 

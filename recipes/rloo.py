@@ -10,6 +10,7 @@ at v - max_staleness or later; weights move into the servers while they generate
 import asyncio
 import dataclasses
 import itertools
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from actors.admission import AdmissionConfig, adapting
 from actors.cluster import ClusterConfig, Resources, require, start_cluster
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
@@ -32,16 +34,22 @@ from envs.tasksets import resolve_tasks
 from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
+from recipes.alarms import AlarmConfig, raised_alarms
+from recipes.best import best_version, scores_of
+from recipes.event_log import read_history
 from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
+from recipes.side_evaluation import SideEvaluation, SideEvaluationConfig, start_side_evaluation
 from trajectories.buffer import GroupBuffer, StalenessPolicy
 from trajectories.handle import GroupHandle
 from trajectories.schema import PolicyVersion
 from trajectories.staleness import down_weight
 
-MAY_DIFFER = ("steps", "wandb", "cluster")
+logger = logging.getLogger(__name__)
+
+MAY_DIFFER = ("steps", "wandb", "cluster", "eval", "alarms", "admission")
 """What may change when a run goes on."""
 
 
@@ -73,6 +81,10 @@ class Config:
     """Steps between checkpoints; one is written at the end and on interruption too."""
     seed: int = 0
     """Order of the Tasks."""
+    eval: SideEvaluationConfig = field(default_factory=SideEvaluationConfig)
+    """Evaluation beside training."""
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
@@ -102,6 +114,7 @@ async def main(config: Config) -> dict[str, Any]:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb, may_differ=MAY_DIFFER))
         parts = await _assemble(config, run, stack)
         progress, began = parts.progress, time.monotonic()
+        history = read_history(run.directory)
         try:
             for _ in run.steps(config.steps, start=progress.version.n):
                 metrics = await training_step(
@@ -111,18 +124,37 @@ async def main(config: Config) -> dict[str, Any]:
                     publisher=parts.weights,
                     take_deadline_s=config.take_deadline_s,
                 )
-                run.log(progress.version.n, metrics | parts.buffer.metrics())
+                metrics |= parts.buffer.metrics()
+                if parts.evaluation is not None:
+                    metrics |= await parts.evaluation.after_step(progress.version)
+                history.append((progress.version.n, metrics))
+                alarms = _alarms(history, config.alarms)
+                run.log(progress.version.n, metrics | {f"alarm/{name}": 1.0 for name in alarms})
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
+                if alarms and config.alarms.stop:
+                    break
+            if parts.evaluation is not None and (found := await parts.evaluation.finish()):
+                history.append((progress.version.n, found))
+                run.log(progress.version.n, found)
         except asyncio.CancelledError:
             await _save(run, parts.learner, progress)
             raise
         await _save(run, parts.learner, progress)
         await parts.weights.close()
-        summary = _summary(parts) | {"seconds": time.monotonic() - began}
+        best = await _save_best(run, parts.learner, progress, history, config.alarms.window)
+        summary = _summary(parts) | {"seconds": time.monotonic() - began, "best_version": best}
         run.summary(summary)
         print(f"trained {progress.version.n} steps; model in {run.directory / 'model'}")
         return summary
+
+
+def _alarms(history: Sequence[tuple[int, dict[str, float]]], config: AlarmConfig) -> dict[str, str]:
+    """What is alarming after the last step, logged."""
+    alarms = raised_alarms([metrics for _, metrics in history], config)
+    for name, why in alarms.items():
+        logger.warning("alarm=%s step=%d: %s", name, history[-1][0], why)
+    return alarms
 
 
 async def _train(
@@ -166,6 +198,7 @@ class _Parts:
     weights: WeightSync
     stream: RolloutStream
     progress: _Progress
+    evaluation: SideEvaluation | None
 
 
 async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
@@ -183,6 +216,10 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
                 Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus),
             ),
             "rollout workers": (config.rollouts.num_workers, config.rollouts.resources),
+            "evaluation servers": (
+                config.eval.num_servers if config.eval.every else 0,
+                Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus),
+            ),
         }
     )
     learner = await stack.enter_async_context(
@@ -212,6 +249,9 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
     stack.push_async_callback(weights.close)
     await weights.publish(progress.version)
     requests = group_requests(tasks, config.seed, lineage, skip=progress.consumed)
+    evaluation = await _start_evaluation(config, run, learner, model, lineage, stack)
+    if config.admission.every_s:
+        await stack.enter_async_context(adapting(rollouts.slots, config.admission, servers.stats))
     stream = await stack.enter_async_context(
         rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
     )
@@ -223,16 +263,38 @@ async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
         weights=weights,
         stream=stream,
         progress=progress,
+        evaluation=evaluation,
     )
+
+
+async def _start_evaluation(
+    config: Config, run: Run, learner: LearnerGroup, model: Path, lineage: int, stack: AsyncExitStack
+) -> SideEvaluation | None:
+    if not config.eval.every:
+        return None
+    return await stack.enter_async_context(
+        start_side_evaluation(
+            config.eval,
+            resolve_tasks(config.eval.tasks, limit=config.eval.limit),
+            source=learner,
+            model=model,
+            pool=config.policy.pool,
+            episode=config.episode,
+            rollouts=config.rollouts,
+            sync=_proven(config),
+            store=run.directory / "eval",
+            prefix=f"lineage-{lineage}",
+        )
+    )
+
+
+def _proven(config: Config) -> SyncConfig:
+    return dataclasses.replace(config.sync, probe_is_exact=config.learner.precision is Precision.FP32)
 
 
 def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:
     # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-    sync = dataclasses.replace(
-        config.sync,
-        barrier=config.sync.barrier or config.max_staleness == 0,
-        probe_is_exact=config.learner.precision is Precision.FP32,
-    )
+    sync = dataclasses.replace(_proven(config), barrier=config.sync.barrier or config.max_staleness == 0)
 
     def advance() -> None:
         if (oldest := servers.oldest_version()) is not None:
@@ -267,6 +329,27 @@ def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str
 async def _save(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
     await _checkpoint(run, learner, progress)
     await learner.save_pretrained(run.directory / "model")
+
+
+async def _save_best(
+    run: Run,
+    learner: LearnerGroup,
+    progress: _Progress,
+    history: Sequence[tuple[int, dict[str, float]]],
+    window: int,
+) -> int | None:
+    """The best saved version; its model goes to best/ unless it is the last one, which model/ holds already.
+
+    Loads that checkpoint, so nothing is trained afterwards.
+    """
+    saved = {
+        int(path.name.partition("-")[2]): path for path in sorted((run.directory / "checkpoints").glob("*-*[0-9]"))
+    }
+    best = best_version(saved, scores_of(history), window)
+    if best is not None and best != progress.version.n:
+        await learner.load(saved[best])
+        await learner.save_pretrained(run.directory / "best")
+    return best
 
 
 async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
