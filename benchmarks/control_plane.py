@@ -3,11 +3,13 @@
     python -m benchmarks.control_plane --out F
     python -m benchmarks.control_plane --levels 100 200 --seconds 3 --paced-s 1 --out F      # a trial
 
-Sampler and sandbox answer at once; driver, rollout workers and sampler are processes of their own, and what lies
-between them is the product's: stream, buffer, pool, workers, conversations, sockets, store. At each level as many
-rollouts as it names are in flight, first without any pause (what the processors give), then, at the largest level, with
-replies that take `--paced-s` seconds, so that the offered rate is level / paced_s Turns a second and a loop that wakes
-late does so for another reason than having more work than time.
+Sampler and sandbox cost nothing; driver, rollout workers and sampler are processes of their own, and what lies between
+them is the product's: stream, buffer, pool, workers, conversations, sockets, store. Two kinds of run:
+
+* paced, at the largest level: a reply comes after `--paced-s` seconds, give or take half, so that so many rollouts are
+  in flight at once (a rollout without a pause is over before the next one begins), and a loop that wakes late does so
+  for another reason than having more work than time. In flight are the sandboxes alive, counted in the workers.
+* saturated, at each level: replies come at once. What the processors give, and what a Turn costs at each level.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from trajectories.buffer import GroupBuffer
 from trajectories.schema import PolicyVersion
 
 GROUP_SIZE = 8
-SLOTS_PER_ROLLOUT = 1.5
+SLOTS_PER_ROLLOUT = 1.3
 """A Group keeps the slots of all its rollouts until the last one ends, so fewer are in flight than there are slots."""
 STALENESS = 48
 """Versions that the buffer lets rollouts lag: enough permits for every Group in flight."""
@@ -46,8 +48,10 @@ def main() -> None:
     """Measures every level in one Ray and writes one JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--levels", type=int, nargs="+", default=[100, 1_000, 10_000], help="rollouts in flight")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long each level is watched once it is full")
-    parser.add_argument("--paced-s", type=float, default=9.0, help="seconds of a reply in the paced run")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="watch of a level once it is full; paced, 8 replies at least"
+    )
+    parser.add_argument("--paced-s", type=float, default=6.0, help="mean seconds of a reply in the paced run")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -57,12 +61,12 @@ def main() -> None:
         "command": "python -m benchmarks.control_plane " + " ".join(sys.argv[1:]),
         "hardware": describe_hardware(),
         "figures": {
-            "in_flight": last["in_flight"],
-            "turns_per_s": last["turns_per_s"],
-            "loop_lag_ms_p99": last["driver_lag_ms_p99"],
+            "in_flight": paced["in_flight"],
+            "turns_per_s": paced["turns_per_s"],
+            "loop_lag_ms_p99": max(paced["driver_lag_ms_p99"], paced["worker_lag_ms_p99"]),
+            "driver_loop_lag_ms_p99": paced["driver_lag_ms_p99"],
             "driver_rss_gb": max(level["driver_rss_gb"] for level in levels),
-            "paced_turns_per_s": paced["turns_per_s"],
-            "paced_loop_lag_ms_p99": max(paced["driver_lag_ms_p99"], paced["worker_lag_ms_p99"]),
+            "saturated_turns_per_s": last["turns_per_s"],
             "cpu_ms_per_turn_growth": last["cpu_ms_per_turn"] / first["cpu_ms_per_turn"],
         },
         "levels": levels,
@@ -85,7 +89,9 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
         probes = Path(scratch) / "probes"
         probes.mkdir()
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(start_actor(TimedServer, num_slots, reply_s, max_concurrency=8))
+            server = await stack.enter_async_context(
+                start_actor(TimedServer, num_slots, reply_s, 0.5, max_concurrency=8)
+            )
             pool = await stack.enter_async_context(
                 start_rollout_pool(
                     RolloutPoolConfig(num_workers=arguments.workers, max_rollouts=num_slots),
@@ -106,9 +112,9 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
             consuming = asyncio.create_task(_consume(stream, buffer, server))
             stack.callback(consuming.cancel)
             await _until_full(lambda: pool.slots.num_taken, num_slots, consuming)
-            watched = await _watch(server, arguments.seconds, consuming)
+            watched = await _watch(server, max(arguments.seconds, 8 * reply_s), consuming)
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
-    return {"rollouts": float(num_rollouts), "reply_s": reply_s, **_figures(watched, workers)}
+    return {"level": float(num_rollouts), "reply_s": reply_s, **_figures(watched, workers)}
 
 
 async def _consume(stream: Any, buffer: GroupBuffer, server: Any) -> None:

@@ -67,7 +67,10 @@ class ServerState:
 class TimedServer:
     """An inference server's socket with `num_slots` slots, each held `reply_s` seconds a reply; instant with 0."""
 
-    def __init__(self, num_slots: int = 1, reply_s: float = 0.0) -> None:
+    def __init__(self, num_slots: int = 1, reply_s: float = 0.0, spread: float = 0.0) -> None:
+        """`spread`: a reply takes `reply_s` give or take this share, so that rollouts do not march in step."""
+        self._draw = random.Random(0)
+        self._spread = spread
         self._slots = asyncio.Semaphore(num_slots)
         self._reply_s = reply_s
         self._address: Address | None = None
@@ -102,7 +105,7 @@ class TimedServer:
         if self._reply_s:
             async with self._slots:
                 began, spans = time.monotonic(), self._spans
-                await asyncio.sleep(self._reply_s)
+                await asyncio.sleep(self._reply_s * (1 + self._draw.uniform(-self._spread, self._spread)))
                 self._busy_s += time.monotonic() - began
         self._num_answered += 1
         return Completion(ids=REPLY_IDS, logprobs=(-0.5,) * len(REPLY_IDS), spans=spans, finish_reason="stop")
