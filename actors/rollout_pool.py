@@ -63,11 +63,13 @@ class RolloutPool:
         sandbox: dict[str, str],
         group_deadline_s: float,
         start_worker: Callable[[int], Any] | None = None,
+        end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
-        """`start_worker` makes the worker with this index, for `add_worker`."""
+        """`start_worker` makes the worker with this index, for `add_worker`; `end_worker` ends its process."""
         self._config = config
         self._group_deadline_s = group_deadline_s
         self._start_worker = start_worker
+        self._end_worker = end_worker
         self._workers = dict(enumerate(workers))
         self._running = dict.fromkeys(self._workers, 0)
         self._num_started = len(workers)
@@ -111,7 +113,7 @@ class RolloutPool:
         try:
             await call(worker.ready, deadline_s=self._config.start_deadline_s, what=f"start of rollout worker {index}")
         except BaseException:
-            ray.kill(worker)
+            self._end_worker(worker)
             raise
         self._running[index] = 0
         self._workers[index] = worker
@@ -129,7 +131,7 @@ class RolloutPool:
                     await self._ended.wait()
             await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
         finally:
-            ray.kill(worker)
+            self._end_worker(worker)
 
     async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
         """Handles of all Groups, each as it finishes; at most one more in flight than there are slots for."""
