@@ -64,7 +64,7 @@ class Regime:
 
 
 REGIMES = (
-    Regime(name="latency_bound", num_slots=12, update=4.0),
+    Regime(name="latency_bound", num_slots=11, update=4.0),
     Regime(name="learner_bound", num_slots=16, update=60.0),
 )
 

@@ -1,17 +1,19 @@
 """Alarms: what the metrics of a run look like when it goes wrong.
 
-Invariant: pure functions of the metrics logged so far; a metric that a step lacks is skipped, and nothing is alarming
+Invariant: functions of the metrics logged so far alone; a metric that a step lacks is skipped, and nothing is alarming
 before there is as much history as a comparison needs. Called by recipes/rloo.py after each step;
-`trailing_means` by recipes/best.py too.
 
 Each alarm compares a trailing mean with a reference from the run itself, because no absolute number fits two policies.
 The paper's 8B run is the reason for them: its reward peaked near step 35 and fell from about 0.51 to 0.13
 (arXiv 2606.24855).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+
+logger = logging.getLogger(__name__)
 
 History = Sequence[Mapping[str, float]]
 """Metrics of each step, oldest first."""
@@ -43,7 +45,7 @@ class AlarmConfig:
 
 
 def raised_alarms(history: History, config: AlarmConfig) -> dict[str, str]:
-    """Name of each alarm to one line that says why; empty while all is well."""
+    """Name of each alarm to one line that says why, logged too; empty while all is well."""
     rules = (
         ("reward_collapse", "reward_mean", max, config.reward_drop),
         ("entropy_collapse", "train/entropy", _first, config.entropy_floor),
@@ -60,6 +62,8 @@ def raised_alarms(history: History, config: AlarmConfig) -> dict[str, str]:
             alarms[name] = f"{metric} is {now:.4g} over {config.window} steps, against {reference:.4g} before"
     if history and history[-1].get("sync/probe_alarm"):  # judged at the sync, against the gap of the first one
         alarms["engine_learner_gap"] = f"engine and learner differ by {history[-1].get('sync/probe_gap', 0):.3g}"
+    for name, why in alarms.items():
+        logger.warning("alarm=%s: %s", name, why)
     return alarms
 
 

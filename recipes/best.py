@@ -1,13 +1,49 @@
 """Which checkpoint of a run was its best, by a trailing average of what each version scored.
 
-Invariant: a pure function of the metrics logged so far. Called by recipes/rloo.py when a run ends.
+Invariant: the choice follows from the metrics logged so far alone. Called by recipes/rloo.py when a run ends.
 
 A trailing average, because the best single step of a noisy run is its luckiest one; and not the last checkpoint, since
 a run may collapse after its peak (arXiv 2606.24855 released step 45 of a run that did).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Protocol
+
+
+class Checkpoints(Protocol):
+    """Who loads and saves weights: a learner group."""
+
+    async def load(self, directory: Path) -> None:
+        """Restores a complete checkpoint."""
+        ...
+
+    async def save_pretrained(self, directory: Path) -> None:
+        """Writes a Hugging Face directory."""
+        ...
+
+
+async def save_best(
+    directory: Path,
+    learner: Checkpoints,
+    current: int,
+    history: Sequence[tuple[int, Mapping[str, float]]],
+    *,
+    window: int,
+) -> int | None:
+    """The best saved version of the run in `directory`; None when no checkpoint has `window` scores behind it.
+
+    Its model goes to best/, unless it is the `current` one, which model/ holds already. The learner then holds that
+    version too, so nothing may be trained afterwards.
+    """
+    found = sorted((directory / "checkpoints").glob("[0-9]*-[0-9]*[0-9]"))  # lineage-version, the later lineage wins
+    saved = {int(path.name.partition("-")[2]): path for path in found}
+    best = best_version(saved, scores_of(history), window)
+    if best is not None and best != current:
+        await learner.load(saved[best])
+        await learner.save_pretrained(directory / "best")
+    return best
 
 
 def scores_of(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[int, float]:

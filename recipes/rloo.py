@@ -35,7 +35,8 @@ from learners.advantages import leave_one_out
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
 from learners.plan import plan_batch
 from recipes.alarms import AlarmConfig, raised_alarms
-from recipes.best import best_version, scores_of
+from recipes.best import save_best
+from recipes.disk import DiskConfig, disk_usage, over_budget
 from recipes.event_log import read_history
 from recipes.interrupt import finish
 from recipes.launch import launch
@@ -49,7 +50,7 @@ from trajectories.staleness import down_weight
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = ("steps", "wandb", "cluster", "eval", "alarms", "admission")
+MAY_DIFFER = ("steps", "wandb", "cluster", "eval", "alarms", "admission", "disk")
 """What may change when a run goes on."""
 
 
@@ -85,6 +86,7 @@ class Config:
     """Evaluation beside training."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
@@ -124,15 +126,17 @@ async def main(config: Config) -> dict[str, Any]:
                     publisher=parts.weights,
                     take_deadline_s=config.take_deadline_s,
                 )
-                metrics |= parts.buffer.metrics()
+                metrics |= parts.buffer.metrics() | disk_usage(run.directory)
                 if parts.evaluation is not None:
                     metrics |= await parts.evaluation.after_step(progress.version)
                 history.append((progress.version.n, metrics))
-                alarms = _alarms(history, config.alarms)
+                alarms = raised_alarms([metrics for _, metrics in history], config.alarms)
                 run.log(progress.version.n, metrics | {f"alarm/{name}": 1.0 for name in alarms})
                 if progress.version.n % config.checkpoint_every == 0:
                     await _checkpoint(run, parts.learner, progress)
-                if alarms and config.alarms.stop:
+                if full := over_budget(metrics, config.disk):
+                    logger.error("step=%d ends the run: %s", progress.version.n, full)
+                if full or (alarms and config.alarms.stop):
                     break
             if parts.evaluation is not None and (found := await parts.evaluation.finish()):
                 history.append((progress.version.n, found))
@@ -142,19 +146,11 @@ async def main(config: Config) -> dict[str, Any]:
             raise
         await _save(run, parts.learner, progress)
         await parts.weights.close()
-        best = await _save_best(run, parts.learner, progress, history, config.alarms.window)
+        best = await save_best(run.directory, parts.learner, progress.version.n, history, window=config.alarms.window)
         summary = _summary(parts) | {"seconds": time.monotonic() - began, "best_version": best}
         run.summary(summary)
         print(f"trained {progress.version.n} steps; model in {run.directory / 'model'}")
         return summary
-
-
-def _alarms(history: Sequence[tuple[int, dict[str, float]]], config: AlarmConfig) -> dict[str, str]:
-    """What is alarming after the last step, logged."""
-    alarms = raised_alarms([metrics for _, metrics in history], config)
-    for name, why in alarms.items():
-        logger.warning("alarm=%s step=%d: %s", name, history[-1][0], why)
-    return alarms
 
 
 async def _train(
@@ -329,27 +325,6 @@ def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str
 async def _save(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
     await _checkpoint(run, learner, progress)
     await learner.save_pretrained(run.directory / "model")
-
-
-async def _save_best(
-    run: Run,
-    learner: LearnerGroup,
-    progress: _Progress,
-    history: Sequence[tuple[int, dict[str, float]]],
-    window: int,
-) -> int | None:
-    """The best saved version; its model goes to best/ unless it is the last one, which model/ holds already.
-
-    Loads that checkpoint, so nothing is trained afterwards.
-    """
-    saved = {
-        int(path.name.partition("-")[2]): path for path in sorted((run.directory / "checkpoints").glob("*-*[0-9]"))
-    }
-    best = best_version(saved, scores_of(history), window)
-    if best is not None and best != progress.version.n:
-        await learner.load(saved[best])
-        await learner.save_pretrained(run.directory / "best")
-    return best
 
 
 async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
