@@ -4,6 +4,7 @@ Invariant: a Group is on disk before its handle is returned. Called by actors/ro
 """
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.handle import GroupHandle, summarize
 from trajectories.store import StoreWriter
+
+
+COLLECT_AFTER = (20_000, 50, 1_000)
+"""When this process collects garbage. A full collection walks the records of every running rollout: at Python's default
+one stopped the event loop of 5,200 rollouts for up to 1.1 s and all took 16% of its time; like this 3%."""
 
 
 class EpisodeBuilder(Protocol):
@@ -39,6 +45,8 @@ class RolloutWorker:
         sampler: Sampler | None,
         build: EpisodeBuilder = build_episode,
     ) -> None:
+        gc.freeze()
+        gc.set_threshold(*COLLECT_AFTER)
         self._config = config
         self._episode = build(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
