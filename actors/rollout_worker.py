@@ -18,7 +18,6 @@ from envs.task import Task
 from trajectories.handle import GroupHandle, summarize
 from trajectories.store import StoreWriter
 
-
 COLLECT_AFTER = (20_000, 50, 1_000)
 """When this process collects garbage. A full collection walks the records of every running rollout: at Python's default
 one stopped the event loop of 5,200 rollouts for up to 1.1 s and all took 16% of its time; like this 3%."""
