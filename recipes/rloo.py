@@ -139,8 +139,8 @@ async def main(config: Config) -> dict[str, Any]:
                 if full or (alarms and config.alarms.stop):
                     break
             if parts.evaluation is not None and (found := await parts.evaluation.finish()):
-                history.append((progress.version.n, found))
-                run.log(progress.version.n, found)
+                history[-1] = (progress.version.n, history[-1][1] | found)
+                run.log(*history[-1])  # the step's last line, whole
         except asyncio.CancelledError:
             await _save(run, parts.learner, progress)
             raise
