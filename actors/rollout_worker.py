@@ -66,7 +66,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Flushes the segment to disk and frees what the sandbox provider keeps."""
-        self._writer.close()
+        async with self._writing:
+            self._writer.close()
         await self._episode.provider.close()
 
 

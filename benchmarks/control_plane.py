@@ -114,7 +114,7 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
             await _until_full(lambda: pool.slots.num_taken, num_slots, consuming)
             watched = await _watch(server, max(arguments.seconds, 8 * reply_s), consuming)
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
-    return {"level": float(num_rollouts), "reply_s": reply_s, **_figures(watched, workers)}
+    return {"level": float(num_rollouts), "reply_s": reply_s, **level_figures(watched, workers)}
 
 
 async def _consume(stream: Any, buffer: GroupBuffer, server: Any) -> None:
@@ -160,7 +160,8 @@ async def _watch(server: Any, seconds: float, consuming: "asyncio.Task[None]") -
     }
 
 
-def _figures(watched: dict[str, Any], workers: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+def level_figures(watched: dict[str, Any], workers: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """What a level came to; `workers` are the ticks of each worker, those outside the window among them."""
     seconds, num_turns = watched["ended"] - watched["began"], watched["num_turns"]
     seen = [
         [tick for tick in (Tick(at, late, int(count), cpu) for at, late, count, cpu in ticks) if _is_in(tick, watched)]

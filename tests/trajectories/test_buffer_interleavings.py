@@ -305,7 +305,7 @@ def test_random_interleavings_keep_the_bound_the_books_and_every_group(machine: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_many_long_interleavings_do_so_too(machine: type[RuleBasedStateMachine]):
-    interleave(machine, max_examples=1500, steps=150)
+    interleave(machine, max_examples=500, steps=100)
