@@ -116,7 +116,7 @@ async def main(config: Config) -> dict[str, Any]:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb, may_differ=MAY_DIFFER))
         parts = await _assemble(config, run, stack)
         progress, began = parts.progress, time.monotonic()
-        history = read_history(run.directory)
+        history = [row for row in read_history(run.directory) if row[0] <= progress.version.n]
         try:
             for _ in run.steps(config.steps, start=progress.version.n):
                 metrics = await training_step(
