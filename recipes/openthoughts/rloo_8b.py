@@ -1,7 +1,8 @@
-"""The 8B RLOO run of OpenThoughts-Agent (arXiv 2606.24855, appendix D), on 8 learner and 16 inference GPUs.
+r"""The 8B RLOO run of OpenThoughts-Agent (arXiv 2606.24855, appendix D), on 8 learner and 16 inference GPUs.
 
     python -m recipes.openthoughts.rloo_8b --dry-run
-    python -m recipes.openthoughts.rloo_8b --policy models/sft-8b --tasks tasks/rl --run runs/rloo-8b
+    python -m recipes.openthoughts.rloo_8b --policy /shared/sft-8b --tasks /shared/tasks --run /shared/runs/rloo-8b \
+        --sync.directory /shared/weights
 
 `--dry-run` prints placement, memory and batch arithmetic and ends; it needs no GPU, no model and no tasks, and fails
 when something does not fit. Every number below can be changed by its flag.
@@ -118,7 +119,13 @@ async def main(config: Config) -> dict[str, Any]:
     print("\n".join(lines))
     if problems:
         raise ValueError("; ".join(problems))
-    return {} if config.dry_run else await rloo.main(config)
+    if config.dry_run:
+        return {}
+    if config.sync.directory is None:
+        raise ValueError(
+            "servers lie on other nodes than ranks: give --sync.directory on a disk that every node shares"
+        )
+    return await rloo.main(config)
 
 
 def describe(config: Config, widths: Widths) -> tuple[Sequence[str], Sequence[str]]:

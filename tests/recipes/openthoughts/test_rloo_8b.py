@@ -36,3 +36,8 @@ def test_a_micro_batch_that_cannot_hold_a_rollout_is_refused() -> None:
     _, problems = describe(short, QWEN3_8B)
     assert len(problems) == 1
     assert problems[0].startswith("learner.max_tokens=16384 is less than episode.context_tokens=32768: a whole rollout")
+
+
+async def test_weights_need_a_disk_that_every_node_shares() -> None:
+    with pytest.raises(ValueError, match=r"give --sync.directory"):
+        await main(Config())
