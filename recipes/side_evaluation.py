@@ -85,7 +85,7 @@ class SideEvaluation:
         if version.n % self._config.every:
             return metrics
         if self._running is not None:
-            logger.warning("version=%s is not evaluated: the evaluation before it still runs", version)
+            logger.warning("version=%d is not evaluated: the evaluation before it still runs", version.n)
             return metrics | {"eval/skipped": 1.0}
         await self._weights.publish(version)
         self._running = asyncio.create_task(self._evaluate(version))
