@@ -5,8 +5,10 @@ Invariant: a Group is on disk before its handle is returned. Called by actors/ro
 
 import asyncio
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 
@@ -17,6 +19,8 @@ from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.handle import GroupHandle, summarize
 from trajectories.store import StoreWriter
+
+T = TypeVar("T")
 
 COLLECT_AFTER = (20_000, 50, 1_000)
 """When this process collects garbage. A full collection walks the records of every running rollout: at Python's default
@@ -49,7 +53,7 @@ class RolloutWorker:
         self._config = config
         self._episode = build(config, model=model, sampler=sampler)
         self._writer = StoreWriter(store, name)
-        self._writing = asyncio.Lock()
+        self._writing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
     async def ready(self) -> dict[str, str]:
         """What isolates the rollouts, once this worker can play; SandboxRefused where nothing can."""
@@ -60,15 +64,17 @@ class RolloutWorker:
         group = await run_group(
             task, size=size, episode=self._episode, group_id=group_id, deadline_s=self._config.group_deadline_s
         )
-        async with self._writing:  # in a thread: encoding takes milliseconds, and the disk may take any time
-            location = await asyncio.to_thread(self._writer.append, group)
+        location = await self._write(self._writer.append, group)
         return summarize(group, location)
 
     async def close(self) -> None:
         """Flushes the segment to disk and frees what the sandbox provider keeps."""
-        async with self._writing:
-            self._writer.close()
+        await self._write(self._writer.close)
         await self._episode.provider.close()
+
+    async def _write(self, method: Callable[..., T], *args: Any) -> T:
+        """Off the loop, since encoding takes milliseconds and the disk any time; in one thread, so in order."""
+        return await asyncio.get_running_loop().run_in_executor(self._writing, method, *args)
 
 
 RolloutWorkerActor = ray.remote(RolloutWorker)

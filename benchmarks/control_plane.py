@@ -114,6 +114,10 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
             await _until_full(lambda: pool.slots.num_taken, num_slots, consuming)
             watched = await _watch(server, max(arguments.seconds, 8 * reply_s), consuming)
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
+        if len(workers) != arguments.workers:
+            raise RuntimeError(
+                f"{len(workers)} of {arguments.workers} workers told what they timed: give --seconds more"
+            )
     return {"level": float(num_rollouts), "reply_s": reply_s, **level_figures(watched, workers)}
 
 
