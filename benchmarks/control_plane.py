@@ -116,7 +116,7 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
         if len(workers) != arguments.workers:
             raise RuntimeError(
-                f"{len(workers)} of {arguments.workers} workers told what they timed: give --seconds more"
+                f"{len(workers)} of {arguments.workers} workers told what they timed: these did not close in time, lower --levels"
             )
     return {"level": float(num_rollouts), "reply_s": reply_s, **level_figures(watched, workers)}
 
