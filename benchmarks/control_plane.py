@@ -115,9 +115,7 @@ async def _hold(num_rollouts: int, reply_s: float, arguments: argparse.Namespace
             watched = await _watch(server, max(arguments.seconds, 8 * reply_s), consuming)
         workers = [json.loads(path.read_text())["ticks"] for path in probes.iterdir()]
         if len(workers) != arguments.workers:
-            raise RuntimeError(
-                f"{len(workers)} of {arguments.workers} workers told what they timed: these did not close in time, lower --levels"
-            )
+            raise RuntimeError(f"{len(workers)} of {arguments.workers} workers closed in time: lower --levels")
     return {"level": float(num_rollouts), "reply_s": reply_s, **level_figures(watched, workers)}
 
 
