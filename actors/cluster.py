@@ -7,10 +7,11 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -83,6 +84,16 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@asynccontextmanager
+async def start_actor(of: Callable[..., Any], *args: Any, max_concurrency: int = 16) -> AsyncIterator[Any]:
+    """An actor of the class `of`, for the length of the block; call its methods with actors/calls.call."""
+    actor: Any = ray.remote(of).options(num_cpus=0, max_concurrency=max_concurrency).remote(*args)
+    try:
+        yield actor
+    finally:
+        ray.kill(actor)
 
 
 def require(demands: Mapping[str, tuple[int, Resources]]) -> None:

@@ -186,6 +186,11 @@ class InferencePool:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""
         self._heal = heal
 
+    def load(self) -> tuple[float, float]:
+        """Requests that the servers (sample, keep waiting), as of their last health checks."""
+        healths = [server.health for server in self.servers if server.health is not None]
+        return float(sum(h.num_running for h in healths)), float(sum(h.num_waiting for h in healths))
+
     def metrics(self) -> dict[str, float]:
         """Flat metrics under "inference/" since the last call, as of the servers' last health checks."""
         now = {server.name: server.health for server in self.servers if server.health is not None}

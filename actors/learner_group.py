@@ -133,12 +133,15 @@ class LearnerRank:
 class LearnerGroup:
     """All ranks as one Learner; made by `start_learner_group`."""
 
-    def __init__(self, config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path) -> None:
+    def __init__(
+        self, config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path, ranks: Sequence[Any] = ()
+    ) -> None:
+        """`ranks`: actors that are ranks already, in the place of those that `start` makes."""
         self._config = config
         self._learner = learner
         self._model = model
         self._store = store
-        self._ranks: list[Any] = []
+        self._ranks: list[Any] = list(ranks)
         self.num_restarts = 0
         """Times that dead ranks were made good."""
         self.world_size = 0

@@ -47,6 +47,8 @@ class RolloutFleet:
         """Groups that were played again because their worker died."""
         self.num_found = 0
         """Groups of a dead worker that it had stored; they were not played again."""
+        self._ended = asyncio.Event()
+        """Set whenever a Group ends."""
         self._places = [_Place(segment, pid) for segment, pid in zip(segments, pids, strict=True)]
         self._start_deadline_s = start_deadline_s
         self._play_deadline_s = play_deadline_s
@@ -82,10 +84,38 @@ class RolloutFleet:
                 self.num_reissued += 1
             finally:
                 place.running.pop(group_id, None)
+                self._ended.set()
         raise ActorDied(
             f"group {group_id} was played {self._max_reissues + 1} times and its worker died each time: run the Task "
             f"{task.id} alone to see why, or leave it out"
         )
+
+    def add(self, worker: Any, segment: str, pid: int) -> int:
+        """Takes one more worker into service; returns its index."""
+        self.workers.append(worker)
+        self._places.append(_Place(segment, pid))
+        return len(self.workers) - 1
+
+    async def retire(self, index: int, deadline_s: float) -> Any:
+        """Takes a worker out of service and returns it once its last Group ended; ValueError for the last one."""
+        serving = [served for served, _ in self.serving()]
+        if index not in serving or len(serving) == 1:
+            raise ValueError(f"cannot remove rollout worker {index} of {serving}: one must be left")
+        place = self._places[index]
+        place.is_out = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                while place.running:
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            names = ", ".join(place.running)
+            raise DeadlineMissed(f"rollout worker {index} did not end {names} within {deadline_s:.0f} s") from None
+        return self.workers[index]
+
+    def serving(self) -> list[tuple[int, Any]]:
+        """(index, worker) of those that take Groups."""
+        return [(index, self.workers[index]) for index, place in enumerate(self._places) if not place.is_out]
 
     async def call_any(self, verb: str, *args: Any, deadline_s: float) -> Any:
         """The result of a method of the least loaded worker."""
@@ -104,7 +134,7 @@ class RolloutFleet:
         }
 
     def _least_loaded(self) -> int:
-        living = [index for index, place in enumerate(self._places) if not place.is_lost]
+        living = [index for index, _ in self.serving()]
         if not living:
             raise ActorDied("no rollout worker is left: all died and did not come back; add nodes and start again")
         return min(living, key=lambda index: sum(self._places[index].running.values()))
@@ -121,7 +151,7 @@ class RolloutFleet:
             if await self._is_back(index):
                 self.num_restarts += 1
             else:
-                place.is_lost = True
+                place.is_out = True
                 self.num_lost += 1
                 logger.error("worker=%d did not come back; its Groups go to the others", index)
             handles = await self.call_any("find", {place.segment: place.reported_to}, deadline_s=_FIND_DEADLINE_S)
@@ -159,7 +189,8 @@ class _Place:
         self.pid = pid
         self.life = 0
         """Processes before this one."""
-        self.is_lost = False
+        self.is_out = False
+        """Whether it takes no more Groups: lost, or retired."""
         self.mending = asyncio.Lock()
         self.running: dict[str, int] = {}
         """Group id -> rollouts."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -19,8 +20,9 @@ from actors.cluster import Resources
 from actors.creation_gate import start_creation_gate
 from actors.errors import ClusterError
 from actors.rollout_fleet import RolloutFleet
-from actors.rollout_worker import RolloutWorkerActor
-from envs.build import EpisodeConfig
+from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
+from actors.slots import Slots
+from envs.build import EpisodeConfig, build_episode
 from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
@@ -31,6 +33,9 @@ from trajectories.schema import PolicyVersion
 from trajectories.store import SUFFIX
 
 logger = logging.getLogger(__name__)
+
+WorkerStarter = Callable[[int], tuple[Any, str]]
+"""From the index of a worker to its actor and the segment that it writes."""
 
 _READ_DEADLINE_S = 600.0
 """For a worker that reads Groups back from the store."""
@@ -73,9 +78,17 @@ class RolloutPool:
         group_deadline_s: float,
         segments: Sequence[str],
         pids: Sequence[int],
+        start_worker: "WorkerStarter | None" = None,
+        end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
-        """`segments`: the file that each worker writes, by which the Groups of a dead one are found again."""
+        """`segments`: the file that each worker writes, by which the Groups of a dead one are found again.
+
+        `start_worker` makes the worker with a given index, for `add_worker`; `end_worker` ends its process.
+        """
         self._config = config
+        self._start_worker = start_worker
+        self._end_worker = end_worker
+        self._group_deadline_s = group_deadline_s
         self.fleet = RolloutFleet(
             workers,
             segments=segments,
@@ -85,8 +98,8 @@ class RolloutPool:
             max_reissues=config.max_reissues,
         )
         """The workers, and what became of them."""
-        self._slots = asyncio.Semaphore(config.max_rollouts)
-        self._queue = asyncio.Lock()
+        self.slots = Slots(config.max_rollouts)
+        """Resized to run more or fewer rollouts at once."""
         self.sandbox = sandbox
         """What isolates the rollouts, as the workers report it."""
         self.num_played = 0
@@ -94,9 +107,7 @@ class RolloutPool:
 
     async def play(self, request: GroupRequest, size: int, ledger: Ledger | None = None) -> GroupHandle:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
-        num_slots = min(size, self._config.max_rollouts)
-        async with self._queue:  # one Group gathers slots at a time, or two could each hold half of what they need
-            await self._gather(num_slots)
+        await self.slots.take(size)
         try:
             if ledger is not None:
                 ledger.run(request.group_id)
@@ -106,8 +117,30 @@ class RolloutPool:
                 ledger.finish(handle.group_id, handle.location)
             return handle
         finally:
-            for _ in range(num_slots):
-                self._slots.release()
+            self.slots.give(size)
+
+    async def add_worker(self) -> int:
+        """Starts one more worker, which takes Groups from now on; returns its index."""
+        if self._start_worker is None:
+            raise ValueError("this pool was given no way to start workers; make it with start_rollout_pool")
+        index = len(self.fleet.workers)
+        worker, segment = self._start_worker(index)
+        try:
+            limit = self._config.start_deadline_s
+            await call(worker.ready, deadline_s=limit, what=f"start of rollout worker {index}")
+            pid = await call(worker.pid, deadline_s=limit, what=f"process of rollout worker {index}")
+        except BaseException:
+            self._end_worker(worker)
+            raise
+        return self.fleet.add(worker, segment, pid)
+
+    async def remove_worker(self, index: int) -> None:
+        """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""
+        worker = await self.fleet.retire(index, deadline_s=self._group_deadline_s + 60)
+        try:
+            await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+        finally:
+            self._end_worker(worker)
 
     async def find(self, starts: Mapping[str, int]) -> list[GroupHandle]:
         """Groups in the named segments of the store, each read from the byte given; a worker reads them."""
@@ -116,18 +149,6 @@ class RolloutPool:
     async def read(self, locations: Sequence[Location]) -> list[GroupHandle]:
         """Handles of stored Groups; a worker reads them."""
         return await self.fleet.call_any("read", list(locations), deadline_s=_READ_DEADLINE_S) if locations else []
-
-    async def _gather(self, num_slots: int) -> None:
-        """Takes so many slots, or none when cancelled."""
-        held = 0
-        try:
-            while held < num_slots:
-                await self._slots.acquire()
-                held += 1
-        except asyncio.CancelledError:
-            for _ in range(held):
-                self._slots.release()
-            raise
 
     async def play_all(
         self, requests: Iterable[GroupRequest], size: int, ledger: Ledger | None = None
@@ -167,7 +188,7 @@ class RolloutPool:
 
     async def close(self) -> None:
         """Flushes every worker's segment; one that cannot be reached is logged, and its segment holds what it wrote."""
-        for index, worker in enumerate(self.fleet.workers):
+        for index, worker in self.fleet.serving():
             try:
                 await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
             except ClusterError as error:
@@ -246,36 +267,47 @@ async def start_rollout_pool(
     prefix: str,
     model: Path | None = None,
     sampler: Sampler | Teacher | None = None,
+    build: EpisodeBuilder = build_episode,
 ) -> AsyncIterator[RolloutPool]:
     """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
 
     A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`; a
-    Teacher in its place needs no model.
+    Teacher in its place needs no model. `build` makes each worker's Episode from the config.
     """
     gate = start_creation_gate(episode.sandbox.creation) if episode.sandbox.is_gated else None
-    actor = RolloutWorkerActor.options(max_concurrency=1024, max_restarts=-1, **config.resources.options())
-    names = [f"{prefix}-{index}" for index in range(config.num_workers)]
-    workers = [actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate) for name in names]
+    # A call that waits for room in an actor costs its caller's deadline, so there is room for every rollout.
+    actor = RolloutWorkerActor.options(
+        max_concurrency=config.max_rollouts + 16, max_restarts=-1, **config.resources.options()
+    )
+    started: list[Any] = []
+
+    def start_worker(index: int) -> tuple[Any, str]:
+        name = f"{prefix}-{index}"
+        started.append(actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate, build=build))
+        return started[-1], f"{name}{SUFFIX}"
+
     try:
+        workers, segments = zip(*map(start_worker, range(config.num_workers)), strict=True)
         provenances = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
             for index, worker in enumerate(workers)
         ]
         pool = RolloutPool(
             config,
-            workers,
+            list(workers),
             sandbox=provenances[0],
             group_deadline_s=episode.group_deadline_s,
-            segments=[f"{name}{SUFFIX}" for name in names],
+            segments=segments,
             pids=[await call(worker.pid, deadline_s=30, what="process of a rollout worker") for worker in workers],
+            start_worker=start_worker,
         )
         try:
             yield pool
         finally:
             await pool.close()
     finally:
-        for worker in workers:
-            ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        for worker in started:
+            ray.kill(worker)
         if gate is not None:
             gate.close()
 

@@ -83,14 +83,15 @@ def plan_batch(
     has_penalty: bool = False,
     num_ranks: int,
     max_tokens: int,
+    group_weights: Sequence[float] | None = None,
 ) -> BatchPlan:
-    """The plan of one policy-gradient step.
+    """The plan of one policy-gradient step; `group_weights` scale the Advantages of each Group, and no denominator.
 
     Denominators count every valid member of a Group that carries gradient (its trained tokens, or, if it has any, 1 as
     a sequence), members with advantage 0 among them; those and Groups without gradient are not computed, since their
     gradient is 0. With `has_penalty` (a loss with a KL term) every valid member has a gradient, and all are computed.
     """
-    by_group = advantages([member_rewards(group, treatments) for group in groups])
+    by_group = _scaled(advantages([member_rewards(group, treatments) for group in groups]), group_weights)
     is_trained = (lambda value: value is not None) if has_penalty else bool
     trained = [(group, values) for group, values in zip(groups, by_group, strict=True) if any(map(is_trained, values))]
     lengths = [
@@ -136,6 +137,17 @@ def plan_samples(
     ]
     num_trained = sum(sample.num_trained for sample in samples)
     return _plan(refs, num_trained, num_ranks=num_ranks, max_tokens=max_tokens, metrics={})
+
+
+def _scaled(
+    by_group: list[list[float | None]], group_weights: Sequence[float] | None
+) -> Sequence[Sequence[float | None]]:
+    if group_weights is None:
+        return by_group
+    return [
+        [None if value is None else value * weight for value in values]
+        for values, weight in zip(by_group, group_weights, strict=True)
+    ]
 
 
 def _num_trained(member: MemberSummary) -> int:

@@ -4,7 +4,8 @@
                     ledger does not, a checkpoint that is not complete, Tasks that a finished harvest did not play
     duplicated      Groups that are in the store more than once
     trained twice   Groups, or other Groups of their slot, with two optimizer steps behind the same weights
-    too stale       Groups consumed with a token of more than `max_staleness` versions before, or of other weights
+    too stale       Groups consumed with a token of more than `max_staleness` versions before (any, with `down_weight`)
+                    or of other weights
     unaccounted     Groups in the store that the ledger never heard of
 
 Exits with 1 if one of these is not 0. Reads only; a run that is still going on is refused.
@@ -13,6 +14,7 @@ Exits with 1 if one of these is not 0. Reads only; a run that is still going on 
 """
 
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ import tyro
 
 from recipes.launch import launch
 from trajectories.ancestry import Ancestry, ancestry_of
+from trajectories.buffer import StalenessPolicy
 from trajectories.handle import Location, summarize
 from trajectories.ledger import JOURNAL, count_behind
 from trajectories.ledger_index import GroupState, LedgerIndex
@@ -101,7 +104,7 @@ def audit_store(run: Path, store: str) -> tuple[Audit, Counter[GroupState]]:
             if len(found.locations) > 1
         ),
         trained_twice=tuple(_trained_twice(index)),
-        too_stale=tuple(_too_stale(index, stored, config["config"].get("max_staleness"))),
+        too_stale=tuple(_too_stale(index, stored, _bound(config["config"]))),
         unaccounted=tuple(f"group {group_id} is in the store only" for group_id in stored if not index.group(group_id)),
     )
     return audit, Counter(row.state for row in index.groups())
@@ -170,7 +173,12 @@ def _trained_twice(index: LedgerIndex) -> Iterator[str]:
                 yield f"slot {slot}: group {one} at {_name(first)} and {other} at {_name(second)}"
 
 
-def _too_stale(index: LedgerIndex, stored: dict[str, _Stored], max_staleness: int | None) -> Iterator[str]:
+def _bound(config: dict[str, Any]) -> float | None:
+    """The staleness that the run promised: none without a learner, any age where older Groups weigh less."""
+    return math.inf if config.get("staleness") == StalenessPolicy.DOWN_WEIGHT else config.get("max_staleness")
+
+
+def _too_stale(index: LedgerIndex, stored: dict[str, _Stored], max_staleness: float | None) -> Iterator[str]:
     if max_staleness is None:
         return
     pasts = _pasts(index)

@@ -1,7 +1,8 @@
 """The Group buffer: admits Groups, holds finished ones, and hands each step its Groups within the staleness bound.
 
 Invariant: a Group is consumed at version v only if every token that could be trained was sampled at v - max_staleness
-or later, and every permit ends as exactly one Group consumed or given back, with a counted reason.
+or later (DOWN_WEIGHT alone relaxes this, and counts it), and every permit ends as exactly one Group consumed or given
+back, with a counted reason.
 Called by actors/rollout_pool (admit, start, put) and by recipes (take, advance); lives in one event loop.
 
 Why WAIT neither drops nor deadlocks: when servers sample at version w or later, at most
@@ -21,6 +22,7 @@ from enum import StrEnum
 from trajectories.handle import GroupHandle, MemberSummary
 from trajectories.metrics import power_of_two_at_least
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, PolicyVersion, Treatment
+from trajectories.staleness import oldest_version, staleness
 from trajectories.validity import member_reward, member_rewards, no_gradient
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ class StalenessPolicy(StrEnum):
     """`take` waits for it, so the learner never passes the version that would strand it. Loses no rollout."""
     DROP = "drop"
     """It is given back, counted by length: biased against long rollouts."""
+    DOWN_WEIGHT = "down_weight"
+    """It is consumed all the same, counted by length and logged: the bound is relaxed, and whoever trains on it gives
+    it the weight of trajectories/staleness.down_weight."""
 
 
 class GiveBack(StrEnum):
@@ -111,6 +116,7 @@ class GroupBuffer:
         self._live: dict[str, _Live] = {}  # in the order of admission
         self._given_back: Counter[str] = Counter()
         self._stale_by_tokens: Counter[int] = Counter()
+        self._beyond_by_tokens: Counter[int] = Counter()
         self._is_closed = False
         self._changed = asyncio.Event()
 
@@ -149,7 +155,7 @@ class GroupBuffer:
         live = self._get(handle.group_id, "put")
         if live.start is None or live.handle is not None:
             raise ValueError(f"group {handle.group_id} is not running: put each Group once, after start")
-        oldest = min((m.min_version for m in self._trained(handle) if m.min_version is not None), default=live.start)
+        oldest = oldest_version(handle, self._treatments) or live.start
         if oldest < live.start:
             raise ValueError(
                 f"group {handle.group_id} holds tokens of {_name(oldest)} but started at {_name(live.start)}"
@@ -253,17 +259,22 @@ class GroupBuffer:
         return f"{', '.join(named) or 'none is running'}{more}"
 
     def metrics(self) -> dict[str, float]:
-        """Sizes now, and totals of what was given back: by reason, and stale Groups by their longest member."""
+        """Sizes now, and totals of what was given back: by reason, and stale Groups by their longest member.
+
+        `beyond` are those that DOWN_WEIGHT let through beyond the bound, by their longest member too.
+        """
         finished = sum(live.handle is not None for live in self._live.values())
         sizes = {"running": len(self._live) - finished, "buffered": finished, "permits": self.num_permits}
         reasons = {f"given_back/{reason}": count for reason, count in self._given_back.items()}
         lengths = {f"stale/tokens_le_{edge}": count for edge, count in sorted(self._stale_by_tokens.items())}
+        lengths |= {f"beyond/tokens_le_{edge}": count for edge, count in sorted(self._beyond_by_tokens.items())}
         return {f"buffer/{key}": float(value) for key, value in (sizes | reasons | lengths).items()}
 
     def _is_ready(self, version: PolicyVersion) -> bool:
-        for group_id, handle in self._finished():
-            if not self._is_fresh(handle, version):
-                self.give_back(group_id, GiveBack.STALE)
+        if self._policy is not StalenessPolicy.DOWN_WEIGHT:
+            for group_id, handle in self._finished():
+                if not self._is_fresh(handle, version):
+                    self.give_back(group_id, GiveBack.STALE)
         unfinished = [live for live in self._live.values() if live.handle is None]
         if self._policy is StalenessPolicy.WAIT and any(self._would_strand(live, version) for live in unfinished):
             return False
@@ -276,18 +287,26 @@ class GroupBuffer:
         if not handles:
             raise EndOfTasks(f"no Group is left at {_name(version)} and the buffer is closed")
         for handle in handles:
-            assert self._is_fresh(handle, version), f"group {handle.group_id} is too old at {_name(version)}"
-            self.max_staleness_seen = max(self.max_staleness_seen, version.n - self._oldest_n(handle, version.n))
+            if not self._is_fresh(handle, version):
+                self._let_through(handle, version)
+            self.max_staleness_seen = max(self.max_staleness_seen, staleness(handle, version, self._treatments))
             del self._live[handle.group_id]
         self.num_consumed += len(handles)
         self._notify()
         return handles
 
+    def _let_through(self, handle: GroupHandle, version: PolicyVersion) -> None:
+        assert self._policy is StalenessPolicy.DOWN_WEIGHT, f"group {handle.group_id} is too old at {_name(version)}"
+        self._beyond_by_tokens[power_of_two_at_least(_longest(handle))] += 1
+        age = staleness(handle, version, self._treatments)
+        logger.info("group=%s version=%s consumed at age %d, beyond the bound", handle.group_id, _name(version), age)
+
     def _age(self, handle: GroupHandle) -> int:
         """Sort key, oldest first: version of the oldest token; without any, that of the Group's start."""
         start = self._live[handle.group_id].start
         assert start is not None
-        return self._oldest_n(handle, start.n)
+        oldest = oldest_version(handle, self._treatments)
+        return start.n if oldest is None else oldest.n
 
     def _would_strand(self, live: _Live, version: PolicyVersion) -> bool:
         """Whether an unfinished Group can be consumed at `version` at the latest."""
@@ -295,7 +314,7 @@ class GroupBuffer:
         return self._is_ancestor(start) and start.n <= version.n - self._max_staleness
 
     def _is_fresh(self, handle: GroupHandle, version: PolicyVersion) -> bool:
-        return self._oldest_n(handle, version.n) >= version.n - self._max_staleness
+        return staleness(handle, version, self._treatments) <= self._max_staleness
 
     def _is_kin(self, handle: GroupHandle) -> bool:
         """Whether every token comes from weights that the present ones descend from.
@@ -310,10 +329,6 @@ class GroupBuffer:
 
     def _is_ancestor(self, version: PolicyVersion) -> bool:
         return version.lineage == self.version.lineage or version.n <= self._forks.get(version.lineage, -1)
-
-    def _oldest_n(self, handle: GroupHandle, default: int) -> int:
-        """Optimizer steps behind the oldest token that could be trained; `default` when there is none."""
-        return min((m.min_version.n for m in self._trained(handle) if m.min_version is not None), default=default)
 
     def _trained(self, handle: GroupHandle) -> list[MemberSummary]:
         """The members that are not excluded; excluded ones are trained on nowhere, so their age does not matter."""

@@ -30,9 +30,7 @@ class FakeRank:
 
 def group_of(*ranks: FakeRank) -> LearnerGroup:
     config = LearnerGroupConfig(num_ranks=len(ranks))
-    group = LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"))
-    group._ranks = list(ranks)
-    return group
+    return LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"), ranks=ranks)
 
 
 DEATH = ray.exceptions.ActorUnavailableError("gone", None)

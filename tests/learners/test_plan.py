@@ -46,6 +46,13 @@ def test_a_group_trains_each_valid_member_with_its_advantage() -> None:
     assert {ref.weight for ref in refs_of(plan)} == {1 / 12}
 
 
+def test_a_down_weighted_group_counts_for_less_and_the_others_for_no_more() -> None:
+    groups = [group(member(1.0), member(0.0)), group(member(1.0), member(0.0), offset=1)]
+    plan = plan_batch(groups, num_ranks=1, max_tokens=100, group_weights=[1.0, 0.5])
+    assert [(ref.location.offset, ref.advantage) for ref in refs_of(plan)] == [(0, 1.0), (0, -1.0), (1, 0.5), (1, -0.5)]
+    assert plan.num_tokens == 16 and {ref.weight for ref in refs_of(plan)} == {1 / 16}
+
+
 def test_each_branch_of_a_trajectory_is_trained_with_its_advantage() -> None:
     plan = plan_batch([group(member(1.0, branches=((10, 4), (7, 2))), member(0.0))], num_ranks=1, max_tokens=100)
     assert [(ref.member, ref.branch, ref.advantage) for ref in refs_of(plan)] == [

@@ -16,7 +16,7 @@ from actors.inference_errors import NoServerLeft
 from actors.rollout_pool import RolloutPool, RolloutPoolConfig
 from envs.task import Task
 from learners.plan import BatchPlan
-from recipes import rloo
+from recipes import rloo, rloo_parts
 from recipes.audit import audit_store
 from recipes.policies import PolicyConfig
 from tests.recipes.test_schedule import task
@@ -185,14 +185,14 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
             await worker._close()
 
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power, and a busy disk takes seconds
-    monkeypatch.setattr(rloo, "start_cluster", nothing)
-    monkeypatch.setattr(rloo, "require", lambda demands: None)
-    monkeypatch.setattr(rloo, "start_learner_group", learner)
-    monkeypatch.setattr(rloo, "start_inference_pool", servers)
-    monkeypatch.setattr(rloo, "start_rollout_pool", rollouts)
-    monkeypatch.setattr(rloo, "WeightSync", FakeSync)
-    monkeypatch.setattr(rloo, "resolve_tasks", lambda name, limit: TASKS)
-    monkeypatch.setattr(rloo, "resolve_policy", lambda name: Path("model"))
+    monkeypatch.setattr(rloo_parts, "start_cluster", nothing)
+    monkeypatch.setattr(rloo_parts, "require", lambda demands: None)
+    monkeypatch.setattr(rloo_parts, "start_learner_group", learner)
+    monkeypatch.setattr(rloo_parts, "start_inference_pool", servers)
+    monkeypatch.setattr(rloo_parts, "start_rollout_pool", rollouts)
+    monkeypatch.setattr(rloo_parts, "WeightSync", FakeSync)
+    monkeypatch.setattr(rloo_parts, "resolve_tasks", lambda name, limit: TASKS)
+    monkeypatch.setattr(rloo_parts, "resolve_policy", lambda name: Path("model"))
     return bed
 
 
@@ -293,6 +293,6 @@ def test_the_end_of_the_tasks_ends_the_run(bed: Bed, tmp_path: Path) -> None:
 
 def test_other_tasks_are_refused_with_what_differs(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_to_its_end(config_of(tmp_path, steps=2))
-    monkeypatch.setattr(rloo, "resolve_tasks", lambda name, limit: TASKS[:4])
+    monkeypatch.setattr(rloo_parts, "resolve_tasks", lambda name, limit: TASKS[:4])
     with pytest.raises(ValueError, match="made with other tasks: count was 5, is 4"):
         run_to_its_end(config_of(tmp_path, steps=4))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recipes.event_log import read_history
 from recipes.progress import ProgressDisplay
 from recipes.run import Run, finished_summary
 from recipes.totals import Totals
@@ -60,6 +61,15 @@ def test_tensorboard_reads_the_same_metrics_back(tmp_path: Path):
             run.log(step, {"train/loss": 0.5 / step})
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_the_history_of_a_run_is_the_last_line_of_each_step(tmp_path: Path):
+    assert read_history(tmp_path) == [], "a new run has none"
+    with Run.open(tmp_path, Config()) as run:
+        run.log(1, {"reward": 0.1})
+        run.log(2, {"reward": 0.2, "broken": float("nan")})
+        run.log(1, {"reward": 0.3})
+    assert read_history(tmp_path) == [(1, {"reward": 0.3}), (2, {"reward": 0.2})]
 
 
 def test_a_value_that_is_not_finite_is_null_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -109,6 +109,21 @@ async def test_drop_does_not_wait_and_counts_what_it_gives_back_by_length():
     assert metrics["buffer/stale/tokens_le_8"] == 1, "its members have 2 prompt and 3 sampled tokens"
 
 
+async def test_down_weight_neither_waits_nor_drops_and_counts_what_is_beyond_the_bound_by_length():
+    buffer = GroupBuffer(groups_per_step=1, max_staleness=1, version=version(0), policy=StalenessPolicy.DOWN_WEIGHT)
+    await admit_and_start(buffer, "slow")
+    await finish(buffer, "a")
+    assert ids(await buffer.take(version(0), 1)) == ["a"]
+    buffer.advance(version(1))
+    await finish(buffer, "b", n=1)
+    assert ids(await buffer.take(version(1), 1)) == ["b"], "slow is still running, and nobody waits for it"
+    buffer.advance(version(2))
+    buffer.put(handle("slow"))
+    assert ids(await buffer.take(version(2), 1)) == ["slow"], "at age 2, one beyond the bound"
+    assert buffer.metrics()["buffer/beyond/tokens_le_8"] == 1
+    assert (buffer.max_staleness_seen, buffer.num_consumed) == (2, 3)
+
+
 async def test_tokens_of_excluded_members_do_not_age_a_group():
     buffer = GroupBuffer(groups_per_step=1, max_staleness=0, version=version(3))
     await admit_and_start(buffer, "a")
