@@ -20,7 +20,7 @@ unit: setup ## the quick tests alone (under a minute)
 	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or exhaustive or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 -m "($(MARKED)) and not (exhaustive or gpu)" $(ARGS) tests/recipes tests/actors tests
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 -m "($(MARKED)) and not (exhaustive or gpu)" $(or $(ARGS),tests/recipes tests/actors tests)
 
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)

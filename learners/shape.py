@@ -1,7 +1,7 @@
 """ModelShape: the widths of a Llama-like model, read from a config.json, and what follows from them by arithmetic.
 
 Invariant: no weights, no torch, no transformers. Shapes of Qwen3 models, from their published configs, lie in
-learners/shapes/. Called by learners/memory_plan.py, recipes/doctor.py and benchmarks/gpu_learner.py.
+learners/shapes/. Called by learners/memory_plan.py, recipes/{doctor,openthoughts} and benchmarks/gpu_learner.py.
 """
 
 import json
@@ -43,6 +43,11 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All weights."""
         return self.num_layers * self.layer_parameters + self.head_parameters
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers, in bf16."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
 
     def flops(self, lengths: tuple[int, ...], num_trained: int) -> float:
         """Floating-point operations of one forward and backward without recomputation.

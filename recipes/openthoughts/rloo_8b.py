@@ -36,9 +36,11 @@ from actors.rollout_pool import RolloutPoolConfig
 from envs.build import EpisodeConfig, PromptStyle
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
+from learners.memory_plan import MemoryRequest, plan_memory
+from learners.shape import ModelShape, load_shape
 from recipes import rloo
 from recipes.launch import launch
-from recipes.openthoughts.placement import QWEN3_8B, Widths, cache_tokens, learner_memory_gb, load_widths, place
+from recipes.openthoughts.placement import cache_tokens, place
 from recipes.policies import PolicyConfig
 
 CONTEXT_TOKENS = 32_768
@@ -109,13 +111,14 @@ class Config(rloo.Config):
     """Print placement, memory and batch arithmetic, and end."""
     gpus_per_node: int = 8
     gpu_memory_gb: float = 80.0
+    """In GiB."""
 
 
 async def main(config: Config) -> dict[str, Any]:
     """Trains as recipes.rloo does, or with `dry_run` says what the run needs; ValueError when that does not fit."""
     directory = Path(config.policy.model)
-    widths = load_widths(directory) if (directory / "config.json").is_file() else QWEN3_8B
-    lines, problems = describe(config, widths)
+    shape = load_shape(str(directory) if (directory / "config.json").is_file() else "qwen3-8b")
+    lines, problems = describe(config, shape)
     print("\n".join(lines))
     if problems:
         raise ValueError("; ".join(problems))
@@ -128,9 +131,9 @@ async def main(config: Config) -> dict[str, Any]:
     return await rloo.main(config)
 
 
-def describe(config: Config, widths: Widths) -> tuple[Sequence[str], Sequence[str]]:
+def describe(config: Config, shape: ModelShape) -> tuple[Sequence[str], Sequence[str]]:
     """(the plan, one line each; what does not fit and its remedy)."""
-    sections = (_placement(config), _learner(config, widths), _servers(config, widths), _batch(config))
+    sections = (_placement(config), _learner(config, shape), _servers(config, shape), _batch(config))
     return [line for lines, _ in sections for line in lines], [each for _, found in sections for each in found]
 
 
@@ -141,22 +144,31 @@ def _placement(config: Config) -> tuple[list[str], list[str]]:
     return [heading, *(f"  {node}" for node in nodes)], []
 
 
-def _learner(config: Config, widths: Widths) -> tuple[list[str], list[str]]:
+def _learner(config: Config, shape: ModelShape) -> tuple[list[str], list[str]]:
     learner, ranks = config.learner, config.learners.num_ranks
-    memory = learner_memory_gb(
-        widths, num_ranks=ranks, max_tokens=learner.max_tokens, chunk_tokens=learner.chunk_tokens
+    memory = plan_memory(
+        MemoryRequest(
+            shape=shape,
+            num_gpus=ranks,
+            micro_batch_tokens=learner.max_tokens,
+            chunk_tokens=learner.chunk_tokens,
+            sequence_parallel=learner.sequence_parallel,
+            activation_checkpointing=learner.activation_checkpointing,
+            cpu_offload=learner.cpu_offload,
+            lora_rank=learner.lora.rank,
+        )
     )
     total = sum(memory.values())
     lines = [
-        f"learner GPU: {total:.1f} of {config.gpu_memory_gb:g} GB for {widths.num_parameters / 1e9:.2f}B weights "
+        f"learner GPU: {total:.1f} of {config.gpu_memory_gb:g} GiB for {shape.num_parameters / 1e9:.2f}B weights "
         f"over {ranks} ranks, micro-batches of {learner.max_tokens:,} tokens",
         *(f"  {name}: {value:.1f}" for name, value in memory.items()),
     ]
     problems = []
     if total > config.gpu_memory_gb:
-        problems.append(f"a learner GPU needs {total:.1f} GB and has {config.gpu_memory_gb:g}: raise learner.num_ranks")
-    if not learner.activation_checkpointing:
-        problems.append("the plan assumes activation checkpointing: set learner.activation_checkpointing")
+        problems.append(
+            f"a learner GPU needs {total:.1f} GiB and has {config.gpu_memory_gb:g}: raise learner.num_ranks"
+        )
     if learner.max_tokens < config.episode.context_tokens:
         problems.append(
             f"learner.max_tokens={learner.max_tokens} is less than episode.context_tokens="
@@ -165,9 +177,9 @@ def _learner(config: Config, widths: Widths) -> tuple[list[str], list[str]]:
     return lines, problems
 
 
-def _servers(config: Config, widths: Widths) -> tuple[list[str], list[str]]:
+def _servers(config: Config, shape: ModelShape) -> tuple[list[str], list[str]]:
     num_servers = config.policy.pool.num_servers
-    tokens = cache_tokens(widths, gpu_memory_gb=config.gpu_memory_gb, utilization=GPU_UTILIZATION)
+    tokens = cache_tokens(shape, gpu_memory_gb=config.gpu_memory_gb, utilization=GPU_UTILIZATION)
     context = config.episode.context_tokens
     per_server = math.ceil(config.rollouts.max_rollouts / num_servers)
     lines = [

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from recipes.openthoughts.placement import QWEN3_8B
+from learners.shape import load_shape
 from recipes.openthoughts.rloo_8b import Config, describe, main
+
+QWEN3_8B = load_shape("qwen3-8b")
 
 
 def test_the_paper_s_run_fits_on_24_gpus_of_80_gb() -> None:
@@ -16,7 +18,7 @@ def test_the_paper_s_run_fits_on_24_gpus_of_80_gb() -> None:
     assert "64 Groups x 8 = 512 rollouts, at most 16,777,216 tokens, 64 micro-batches a rank" in text
     assert "280 at once = 1.83 waves a step; up to 1,088 Groups ahead" in text, "512 / 280, and 17 * 64"
     assert "48 steps, 24,576 rollouts" in text
-    assert "18 rollouts share one, so 19,447 tokens each" in text, "350,060 / 18"
+    assert "18 rollouts share one, so 21,337 tokens each" in text, "384,069 / 18"
 
 
 async def test_a_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +28,7 @@ async def test_a_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture
 
 async def test_what_does_not_fit_is_refused_with_its_remedy() -> None:
     small = Config(dry_run=True, gpu_memory_gb=40.0)
-    with pytest.raises(ValueError, match=r"a learner GPU needs .* GB and has 40: raise learner.num_ranks"):
+    with pytest.raises(ValueError, match=r"a learner GPU needs .* GiB and has 40: raise learner.num_ranks"):
         await main(small)
 
 
