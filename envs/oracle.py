@@ -16,6 +16,7 @@ from envs.conversation import ScriptedConversation
 from envs.errors import HarnessTimeout, TaskError
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
+from envs.steps import steps_of
 from envs.task import Task
 from envs.templating import resolve_variables
 from envs.terminus2.prompts import Prompts, ReplyStyle
@@ -43,18 +44,18 @@ class Claim(StrEnum):
 def oracle_conversation(
     task: Task, prompts: Prompts, *, claim: Claim | None = None, confirm: bool = True
 ) -> ScriptedConversation:
-    """The solution as replies: one Turn a step, then the claim of completion, twice if `confirm`.
+    """The solution as replies: one Turn a command, then the claim of completion, twice if `confirm`.
 
     `claim` None: WITH_LAST_COMMAND for compact replies, where Turns cost most, else AFTER_LOOK. `confirm` is that of
     the harness. TaskError when the solution is missing or cannot be split (then SolutionScript plays it).
     """
-    steps = solution_steps(task)
-    style = prompts.reply_style
-    claim = claim or (Claim.WITH_LAST_COMMAND if style is ReplyStyle.COMPACT else Claim.AFTER_LOOK)
-    is_joined = claim is Claim.WITH_LAST_COMMAND
-    replies = [_step_reply(step, style, is_last=is_joined and k == len(steps)) for k, step in enumerate(steps, 1)]
-    num_claims = (2 if confirm else 1) - is_joined
-    return ScriptedConversation([*replies, *[_claim_reply(style)] * num_claims])
+    return ScriptedConversation(
+        [
+            reply
+            for step in steps_of(task)
+            for reply in _solution_replies(solution_steps(step.task), prompts, claim, confirm)
+        ]
+    )
 
 
 def solution_steps(task: Task) -> list[str]:
@@ -93,9 +94,17 @@ class SolutionScript:
             raise HarnessTimeout(f"solution/solve.sh did not end within {limit_s:g} s")
 
 
-def script_conversation() -> ScriptedConversation:
-    """The one reply that runs a whole solution."""
-    return ScriptedConversation(["bash /solution/solve.sh"])
+def script_conversation(task: Task) -> ScriptedConversation:
+    """The replies that run whole solutions, one a step."""
+    return ScriptedConversation(["bash /solution/solve.sh"] * len(steps_of(task)))
+
+
+def _solution_replies(commands: Sequence[str], prompts: Prompts, claim: Claim | None, confirm: bool) -> list[str]:
+    style = prompts.reply_style
+    claim = claim or (Claim.WITH_LAST_COMMAND if style is ReplyStyle.COMPACT else Claim.AFTER_LOOK)
+    is_joined = claim is Claim.WITH_LAST_COMMAND
+    replies = [_step_reply(c, style, is_last=is_joined and k == len(commands)) for k, c in enumerate(commands, 1)]
+    return [*replies, *[_claim_reply(style)] * ((2 if confirm else 1) - is_joined)]
 
 
 @lru_cache(maxsize=10_000)

@@ -28,6 +28,7 @@ from envs.local.slots import Slot, SlotConfig, SlotPool
 from envs.local.staging import Staged, stage
 from envs.sandbox import Sandbox
 from envs.task import Environment, Task
+from envs.users import users_at_work
 
 _MIB = 1 << 20
 _MAX_LAYOUTS = 256
@@ -268,6 +269,7 @@ def _refuse_unoffered(task: Task, *, network: str) -> None:
         "tpu": environment.tpu,
         "os windows": environment.os == "windows",
         "a compose file": task.compose_file,
+        "a user beside root": [user for user in users_at_work(task) if user not in ("root", "0", 0)],
     }
     for name, value in asked.items():
         if value:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.conversation import ScriptedConversation
 from envs.errors import HarnessTimeout, TaskError, TurnLimit
 from envs.nop import NopHarness
 from envs.oracle import Claim, SolutionScript, oracle_conversation, script_conversation, solution_steps
@@ -132,17 +133,17 @@ def test_a_tab_is_typed_behind_ctrl_v(tmp_path: Path) -> None:
 async def test_a_whole_script_is_uploaded_and_run_by_one_command(tmp_path: Path) -> None:
     task = make_task(tmp_path, "echo $0\n")
     sandbox = ScreenSandbox("")
-    conversation = script_conversation()
+    conversation = script_conversation(task)
     await SolutionScript().run(task, sandbox, conversation)
     assert sandbox.files == {"/solution/solve.sh": b"echo $0\n"}
     assert sandbox.commands == ["bash /solution/solve.sh"]
     assert (conversation.prompt, len(conversation.turns)) == ("Do it", 1)
     late = ScreenSandbox(ExecResult(exit_code=124, stdout=b"", stderr=b""))
     with pytest.raises(HarnessTimeout):
-        await SolutionScript().run(task, late, script_conversation())
+        await SolutionScript().run(task, late, script_conversation(task))
 
 
 async def test_nop_does_nothing(tmp_path: Path) -> None:
     sandbox = ScreenSandbox("$")
-    await NopHarness().run(make_task(tmp_path, None), sandbox, script_conversation())
+    await NopHarness().run(make_task(tmp_path, None), sandbox, ScriptedConversation(()))
     assert sandbox.commands == []
