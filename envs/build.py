@@ -12,12 +12,14 @@ from typing import Annotated
 
 import tyro
 
+from envs.answer import AnswerForm, AnswerHarness
+from envs.bash_tools import BashTools, BashToolsConfig
 from envs.conversation import SampledConversation, ScriptedConversation
 from envs.episode import Episode
 from envs.harness import Conversation, Harness
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.nop import NopHarness
-from envs.oracle import oracle_conversation
+from envs.oracle import SolutionScript, oracle_conversation, script_conversation
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
 from envs.task import Task
@@ -31,15 +33,21 @@ class HarnessName(StrEnum):
 
     TERMINUS_2 = "terminus-2"
     """A served policy drives a terminal."""
+    BASH_TOOLS = "bash-tools"
+    """A served policy calls a bash tool, and submit; the image needs no tmux."""
+    ANSWER = "answer"
+    """A served policy replies once, and its reply becomes a file."""
     ORACLE = "oracle"
     """The reference solution, played through the same terminal in the same reply format."""
+    ORACLE_SCRIPT = "oracle-script"
+    """The reference solution, run whole: for solutions that cannot be typed, and images without tmux."""
     NOP = "nop"
     """Nobody: the Verifier judges an untouched Sandbox."""
 
     @property
     def needs_policy(self) -> bool:
         """Whether a policy must be served."""
-        return self is HarnessName.TERMINUS_2
+        return self in (HarnessName.TERMINUS_2, HarnessName.BASH_TOOLS, HarnessName.ANSWER)
 
 
 class PromptStyle(StrEnum):
@@ -64,6 +72,9 @@ class EpisodeConfig:
     prompts: PromptStyle = PromptStyle.COMPACT
     malformed: Malformed = Malformed.REASK
     """What a reply that cannot be parsed leads to."""
+    bash_tools: BashToolsConfig = field(default_factory=BashToolsConfig)
+    answer: AnswerForm = AnswerForm.TEXT
+    """What of a reply harness answer writes to the Task's answer file."""
     max_turns: int = 6
     """Replies of one rollout."""
     context_tokens: int = 2048
@@ -79,6 +90,8 @@ class EpisodeConfig:
     timeout_multiplier: float = 1.0
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
+    keep_dir: Path | None = None
+    """Artifacts and what the tests wrote stay in keep_dir/TRAJECTORY, an absolute path that every worker can write."""
     sandbox: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
@@ -86,6 +99,8 @@ class EpisodeConfig:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.context_tokens < 2:
             raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
+        if self.keep_dir is not None and not self.keep_dir.is_absolute():
+            raise ValueError(f"keep_dir must be an absolute path, as workers run elsewhere, got {self.keep_dir}")
         for name in (
             "agent_timeout_s",
             "max_agent_timeout_s",
@@ -109,6 +124,7 @@ def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler
         timeout_rule=config.timeout_rule,
         timeout_multiplier=config.timeout_multiplier,
         max_verifier_timeout_s=config.max_verifier_timeout_s,
+        keep_dir=config.keep_dir,
         provenance={"player": str(config.harness), "model": str(model or config.harness)},
     )
 
@@ -116,6 +132,12 @@ def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler
 def _harness(config: EpisodeConfig) -> Harness:
     if config.harness is HarnessName.NOP:
         return NopHarness()
+    if config.harness is HarnessName.ORACLE_SCRIPT:
+        return SolutionScript()
+    if config.harness is HarnessName.BASH_TOOLS:
+        return BashTools(config.bash_tools)
+    if config.harness is HarnessName.ANSWER:
+        return AnswerHarness(config.answer)
     return Terminus2(config.prompts.prompts, malformed=config.malformed)
 
 
@@ -124,6 +146,8 @@ def _converse(
 ) -> Callable[[Task, str], Conversation]:
     if config.harness is HarnessName.NOP:
         return lambda task, key: ScriptedConversation(())
+    if config.harness is HarnessName.ORACLE_SCRIPT:
+        return lambda task, key: script_conversation(task)
     if config.harness is HarnessName.ORACLE:
         return lambda task, key: oracle_conversation(task, config.prompts.prompts)
     if model is None or sampler is None:
