@@ -24,7 +24,8 @@ from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
 from envs.task import Task
 from envs.terminus2.harness import Malformed, Terminus2
-from envs.terminus2.prompts import COMPACT, FULL, Prompts
+from envs.terminus2.prompts import COMPACT, FULL, Prompts, ReplyFormat, in_format
+from envs.terminus2.summary import SummaryConfig
 from envs.timeouts import TimeoutRule
 
 
@@ -51,7 +52,7 @@ class HarnessName(StrEnum):
 
 
 class PromptStyle(StrEnum):
-    """How the harness speaks to the policy."""
+    """How terminus-2 speaks to the policy."""
 
     COMPACT = "compact"
     """The bare instruction and screen, for a tiny policy: a whole rollout stays under 300 tokens."""
@@ -70,8 +71,13 @@ class EpisodeConfig:
 
     harness: Annotated[HarnessName, tyro.conf.arg(aliases=["--harness"])] = HarnessName.TERMINUS_2
     prompts: PromptStyle = PromptStyle.COMPACT
+    reply_format: ReplyFormat = ReplyFormat.JSON
+    """How terminus-2's replies are written, the oracle's too."""
     malformed: Malformed = Malformed.REASK
     """What a reply that cannot be parsed leads to."""
+    summarize: bool = False
+    """Whether terminus-2 sums up a context that is nearly full and goes on; else the rollout ends there."""
+    summary: SummaryConfig = field(default_factory=SummaryConfig)
     bash_tools: BashToolsConfig = field(default_factory=BashToolsConfig)
     answer: AnswerForm = AnswerForm.TEXT
     """What of a reply harness answer writes to the Task's answer file."""
@@ -99,6 +105,11 @@ class EpisodeConfig:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.context_tokens < 2:
             raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
+        if self.summarize and 2 * max(self.summary.below_tokens, self.summary.unwind_tokens) > self.context_tokens:
+            raise ValueError(
+                "summary.below_tokens and summary.unwind_tokens must be at most half of context_tokens, "
+                f"got {self.summary} and {self.context_tokens}"
+            )
         if self.keep_dir is not None and not self.keep_dir.is_absolute():
             raise ValueError(f"keep_dir must be an absolute path, as workers run elsewhere, got {self.keep_dir}")
         for name in (
@@ -111,6 +122,11 @@ class EpisodeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
+
+    @property
+    def terminal_prompts(self) -> Prompts:
+        """What terminus-2 says."""
+        return in_format(self.prompts.prompts, self.reply_format)
 
 
 def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
@@ -138,7 +154,8 @@ def _harness(config: EpisodeConfig) -> Harness:
         return BashTools(config.bash_tools)
     if config.harness is HarnessName.ANSWER:
         return AnswerHarness(config.answer)
-    return Terminus2(config.prompts.prompts, malformed=config.malformed)
+    summary = config.summary if config.summarize else None
+    return Terminus2(config.terminal_prompts, malformed=config.malformed, summary=summary)
 
 
 def _converse(
@@ -149,7 +166,7 @@ def _converse(
     if config.harness is HarnessName.ORACLE_SCRIPT:
         return lambda task, key: script_conversation(task)
     if config.harness is HarnessName.ORACLE:
-        return lambda task, key: oracle_conversation(task, config.prompts.prompts)
+        return lambda task, key: oracle_conversation(task, config.terminal_prompts)
     if model is None or sampler is None:
         raise ValueError(f"harness {config.harness} needs a served policy")
     renderer = load_renderer(model)
