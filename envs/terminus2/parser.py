@@ -120,7 +120,9 @@ def _read_complete(fields: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
         return value.lower() in ("true", "1", "yes"), ()
     if isinstance(value, bool):
         return value, ()
-    return False, ("Field 'task_complete' should be a boolean or a string",)
+    if value is None:
+        return False, ()
+    return bool(value), ("Field 'task_complete' should be a boolean or a string",)
 
 
 def _read_commands(value: Any) -> tuple[tuple[Command, ...], tuple[str, ...], str]:

@@ -73,11 +73,9 @@ def _section(content: str, tag: str) -> str | None:
 
 def _section_warnings(content: str) -> Iterator[str]:
     yield from (f"Missing <{tag}> section" for tag in _SECTIONS if _section(content, tag) is None)
-    rest = content
-    for tag in _TAGS:
-        rest = re.sub(rf"<{tag}>.*?</{tag}>|<{tag}\s*/>", "", rest, flags=re.DOTALL)
-    unknown = {name for name in re.findall(r"<([A-Za-z_][\w.-]*)", rest) if name not in _TAGS}
-    yield from (f"Unknown tag <{name}>; expected {', '.join(_TAGS)}" for name in sorted(unknown))
+    yield from (
+        f"Unknown tag <{name}>; expected {', '.join(_TAGS)}" for name in sorted(_outer_tags(content) - {*_TAGS})
+    )
     starts = {tag: [match.start() for match in re.finditer(rf"<{tag}(?:\s|>|/>)", content)] for tag in _TAGS}
     for tag, found in starts.items():
         if len(found) > 1:
@@ -87,6 +85,20 @@ def _section_warnings(content: str) -> Iterator[str]:
     order = sorted(present, key=lambda tag: starts[tag][0])
     if order != present:
         yield f"Sections appear in the wrong order: {', '.join(order)}; expected {', '.join(present)}"
+
+
+def _outer_tags(content: str) -> set[str]:
+    """Names of the tags that lie within no other, as counting opened and closed ones tells."""
+    names: set[str] = set()
+    depth = 0
+    for match in re.finditer(r"<([^>]*)>", content):
+        if match[1].startswith("/"):
+            depth -= 1
+        elif not match[1].startswith(("!", "?")):
+            if depth == 0:
+                names.add(match[1].partition(" ")[0].removesuffix("/"))
+            depth += not match[1].endswith("/")
+    return names
 
 
 def _read_command(k: int, attributes: str, keystrokes: str, warnings: list[str]) -> Command:
