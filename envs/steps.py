@@ -9,7 +9,7 @@ import math
 import shlex
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from envs.artifacts import download_dir, keep_artifacts, place_artifacts
 from envs.errors import SandboxDied, SandboxError, VerifierError
 from envs.healthcheck import wait_healthy
 from envs.sandbox import Sandbox, SandboxProvider
-from envs.task import Artifact, Step, Task
-from envs.users import UserSandbox, as_user
+from envs.task import AgentSpec, Artifact, Healthcheck, Step, Task, VerifierSpec
+from envs.users import UserSandbox, as_user, check_users
 from envs.verifier import Verdict, verify
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,11 @@ def steps_of(task: Task) -> tuple[PlayedStep, ...]:
     )
 
 
+def separate_tasks(task: Task) -> tuple[Task, ...]:
+    """The Tasks whose Sandboxes separate verifiers use, as a provider is given them."""
+    return tuple(_separate_task(step, task) for step in steps_of(task) if step.task.verifier.is_separate)
+
+
 def whole_verdict(task: Task, verdicts: Mapping[PlayedStep, Verdict]) -> Verdict:
     """The Verdict on a Task, of those on the steps that were played: their mean, key by key, or the last.
 
@@ -103,9 +108,7 @@ async def set_up(step: PlayedStep, whole: Task, sandbox: Sandbox) -> None:
                 said = result.stderr.decode(errors="replace").strip()[-300:]
                 raise failure(f"step {step.name}: setup.sh ended with exit code {result.exit_code}: {said}")
     checks = (whole.environment.healthcheck if step.is_first else None, step.step.healthcheck if step.step else None)
-    for check in checks:
-        if check is not None and (problem := await wait_healthy(check, step.inside(sandbox))):
-            raise failure(f"not healthy: {problem}")
+    await _wait_healthy(checks, step.inside(sandbox), failure)
 
 
 async def judge(
@@ -131,7 +134,10 @@ async def judge(
         kept = await keep_artifacts(step.artifacts, sandbox, folder / "artifacts")
         if not step.task.verifier.is_separate:
             return await _verify(step, sandbox, timeout_s=timeout_s, keep=keep)
-        async with provider.start(_verifier_task(step, whole), owner=f"{owner}.verifier") as separate:
+        separate_task = _separate_task(step, whole)
+        async with provider.start(separate_task, owner=f"{owner}.verifier") as separate:
+            await check_users(separate_task, separate)
+            await _wait_healthy((separate_task.environment.healthcheck,), separate, SandboxError)
             await place_artifacts(kept, separate)
             return await _verify(step, separate, timeout_s=timeout_s, keep=keep)
 
@@ -167,6 +173,27 @@ def _played(task: Task, step: Step, *, is_first: bool) -> PlayedStep:
     )
 
 
+def _separate_task(step: PlayedStep, whole: Task) -> Task:
+    """Another id where it is another environment, because providers remember what they prepared by it."""
+    spec = step.task.verifier
+    return replace(
+        whole,
+        id=whole.id if spec.environment is None else f"{whole.id}.verifier",
+        environment=spec.environment or whole.environment,
+        agent=AgentSpec(user=spec.user),  # the only one at work inside
+        verifier=VerifierSpec(),
+        steps=(),
+    )
+
+
+async def _wait_healthy(
+    checks: Sequence[Healthcheck | None], sandbox: Sandbox, failure: type[SandboxError | SandboxDied]
+) -> None:
+    for check in checks:
+        if check is not None and (problem := await wait_healthy(check, sandbox)):
+            raise failure(f"not healthy: {problem}")
+
+
 async def _collect(step: PlayedStep, sandbox: Sandbox) -> None:
     """Runs the commands that gather artifacts; one that fails leaves nothing to keep, and the log says so."""
     for collect in step.task.verifier.collect:
@@ -190,14 +217,6 @@ async def _verify(step: PlayedStep, sandbox: Sandbox, *, timeout_s: float, keep:
     if isinstance(result, VerifierError):
         raise result
     return result
-
-
-def _verifier_task(step: PlayedStep, whole: Task) -> Task:
-    """The Task whose Sandbox a separate verifier uses: another id where it is another environment."""
-    environment = step.task.verifier.environment
-    if environment is None:
-        return whole
-    return replace(whole, id=f"{whole.id}.verifier", environment=environment)
 
 
 @contextmanager

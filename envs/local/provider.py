@@ -27,6 +27,7 @@ from envs.local.sandbox import LocalSandbox, SandboxLimits
 from envs.local.slots import Slot, SlotConfig, SlotPool
 from envs.local.staging import Staged, stage
 from envs.sandbox import Sandbox
+from envs.steps import separate_tasks
 from envs.task import Environment, Task
 from envs.users import users_at_work
 
@@ -89,7 +90,8 @@ class LocalProvider:
 
     def check(self, task: Task) -> None:
         """Raises SandboxRefused when this provider cannot run the Task; starts nothing."""
-        _refuse_unoffered(task, network=self.config.network)
+        for asked in (task, *separate_tasks(task)):
+            _refuse_unoffered(asked, network=self.config.network)
         self._layout(task)
 
     async def provenance(self) -> dict[str, str]:

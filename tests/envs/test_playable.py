@@ -104,12 +104,15 @@ def test_a_template_takes_the_host_variable_or_else_its_default() -> None:
 )
 def test_the_local_provider_refuses_by_name_what_no_box_has(task: Task, environment: dict[str, Any], name: str) -> None:
     options: dict[str, Any] = {"network_mode": "no-network"} | environment
-    asks = replace(task, environment=Environment(**options))
     with pytest.raises(SandboxRefused, match=name):
-        LocalProvider().check(asks)
+        LocalProvider().check(replace(task, environment=Environment(**options)))
     with pytest.raises(SandboxRefused, match="compose"):
         LocalProvider().check(replace(task, compose_file="docker-compose.yaml"))
     for change in ({"agent": AgentSpec(user="ada")}, {"steps": (_step(verifier=VerifierSpec(user=1000)),)}):
         with pytest.raises(SandboxRefused, match="a user beside root"):
             LocalProvider().check(replace(task, **change))
+    asks = Environment(network_mode="no-network", gpus=1)
+    for verifier in (VerifierSpec(user="ada", is_separate=True), VerifierSpec(is_separate=True, environment=asks)):
+        with pytest.raises(SandboxRefused, match=r"a user beside root|gpus"):
+            LocalProvider().check(replace(task, verifier=verifier))
     LocalProvider().check(replace(task, agent=AgentSpec(user=0), verifier=VerifierSpec(user="root")))

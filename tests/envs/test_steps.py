@@ -189,6 +189,20 @@ async def test_a_separate_verifier_sees_the_artifacts_and_nothing_else(
     assert [provider.sandboxes[owner].calls[-1] for owner in ("g.0", "g.0.verifier")] == ["stop", "stop"]
 
 
+async def test_a_separate_verifier_may_have_an_environment_and_a_user_of_its_own(
+    tmp_path: Path, provider: DirectoryProvider
+) -> None:
+    task = load_task(make_task_dir(tmp_path, test_sh="cp /app/n /logs/verifier/reward.txt\n"))
+    check = Healthcheck(command="echo 1 >n", retries=1)
+    environment = Environment(network_mode="no-network", healthcheck=check)
+    own = VerifierSpec(is_separate=True, environment=environment, user=ME)
+    assert (await play(replace(task, verifier=own), provider, "true")).reward == 1.0
+    sick = replace(environment, healthcheck=replace(check, command="exit 2"))
+    for broken in (replace(own, environment=sick), replace(own, user="no-such-user")):
+        trajectory = await play(replace(task, verifier=broken), provider, "true")
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.SANDBOX_ERROR, None)
+
+
 async def test_processes_end_before_artifacts_are_collected(tmp_path: Path, provider: DirectoryProvider) -> None:
     task = load_task(make_task_dir(tmp_path))
     await play(replace(task, verifier=SEPARATE), provider, "true")
@@ -249,6 +263,14 @@ async def test_a_command_as_the_user_who_is_there_already_keeps_stdin_variables_
         sandbox = UserSandbox(DirectorySandbox(tmp_path / str(user)), user)
         result = await sandbox.exec('cat; echo "$X"; pwd; exit 4', timeout_s=5, stdin=b"in\n", env={"X": "it's"})
         assert (result.exit_code, result.stdout) == (4, f"in\nit's\n{tmp_path}/{user}/app\n".encode())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes someone else")
+async def test_a_command_as_another_user_keeps_stdin_and_variables(tmp_path: Path) -> None:
+    for user in ("nobody", pwd.getpwnam("nobody").pw_uid):
+        sandbox = UserSandbox(DirectorySandbox(tmp_path / str(user)), user)
+        result = await sandbox.exec('id -un; cat; echo "$X"; exit 4', timeout_s=5, stdin=b"in\n", env={"X": "it's"})
+        assert (result.exit_code, result.stdout) == (4, b"nobody\nin\nit's\n")
 
 
 async def test_a_user_that_is_not_there_is_refused_with_the_remedy(tmp_path: Path) -> None:

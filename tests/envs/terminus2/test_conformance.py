@@ -4,10 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envs.conversation import ScriptedConversation
+from envs.harness import Conversation
+from envs.terminus2.harness import Terminus2
 from envs.terminus2.parser import ParsedReply
 from envs.terminus2.prompts import FULL, ReplyFormat, in_format
 from envs.terminus2.xml_parser import parse_xml_reply
 from tests.envs.terminus2.conformance import JSON_ROWS, XML_ROWS, Row
+from tests.envs.terminus2.test_harness import DONE, LS, TASK, reply
+from tests.fakes.screen_sandbox import ScreenSandbox
 
 JSON, XML = FULL, in_format(FULL, ReplyFormat.XML)
 
@@ -70,3 +75,56 @@ def test_the_xml_prompt_states_the_xml_format_and_no_other() -> None:
     assert "JSON" not in XML.initial + XML.malformed
     assert "<response>" not in JSON.initial
     assert "proper XML response" in XML.malformed
+
+
+async def observed(sandbox: ScreenSandbox, *replies: str) -> Conversation:
+    conversation = ScriptedConversation([*replies, DONE, DONE])
+    await Terminus2(FULL).run(TASK, sandbox, conversation)
+    return conversation
+
+
+@pytest.mark.parametrize(("seconds", "slept"), [(0.1, "0.1"), (0, "0"), (60, "60"), (61, "60"), (1e12, "60")])
+async def test_a_command_is_waited_for_as_long_as_it_says_and_a_minute_at_most(seconds: float, slept: str) -> None:
+    sandbox = ScreenSandbox("$")
+    await observed(sandbox, reply(commands=[{"keystrokes": "ls\n", "duration": seconds}]))
+    assert f"&& sleep {slept} &&" in sandbox.commands[1]
+
+
+async def test_commands_are_typed_in_order_each_with_its_wait() -> None:
+    sandbox = ScreenSandbox("$")
+    await observed(sandbox, reply("cd a\n", "C-c", "make\n"))
+    typed = sandbox.commands[1]
+    assert [typed.index(word) for word in ("cd a", "C-c", "make")] == sorted(
+        typed.index(word) for word in ("cd a", "C-c", "make")
+    )
+    assert typed.count("sleep 0.1") == 3
+
+
+async def test_an_output_of_10000_bytes_is_whole_and_a_longer_one_keeps_5000_at_each_end() -> None:
+    head = "$ ls\n"
+    for num_bytes in (10_000, 10_001):
+        output = "a" * (5000 - len(head)) + "b" * (num_bytes - 5000 - len("\n$")) + "\n$"
+        told = (await observed(ScreenSandbox("$", head + output), LS)).turns[0].observation
+        text = told.removeprefix("New Terminal Output:\n").removesuffix("\n")
+        if num_bytes == 10_000:
+            assert text == head + output
+            continue
+        first, marker, last = text.partition("\n[... output limited to 10000 bytes; 1 bytes left out here ...]\n")
+        assert (len(first), bool(marker), len(last)) == (5000, True, 5000)
+        assert (head + output).startswith(first) and (head + output).endswith(last)
+
+
+async def test_the_first_look_is_a_screen_then_what_is_new_is_told_and_without_news_the_screen_again() -> None:
+    conversation = await observed(ScreenSandbox("$", "$ ls\na\n$", "$ ls\na\n$"), LS, reply(""))
+    assert conversation.prompt.endswith("Current terminal state:\n$\n")
+    assert conversation.turns[0].observation.startswith("New Terminal Output:\n")
+    assert conversation.turns[1].observation.startswith("Current Terminal Screen:\n")
+
+
+async def test_a_big_paste_goes_in_by_a_file() -> None:
+    sandbox = ScreenSandbox("$")
+    text = "cat > a <<'X'\n" + "é" * 60_000 + "\nX\n"
+    await observed(sandbox, reply(text))
+    assert list(sandbox.files.values()) == [text.encode()]
+    assert "paste-buffer" in sandbox.commands[1]
+    assert len(sandbox.commands[1]) < 1000
