@@ -3,6 +3,8 @@
 import json
 import os
 import pwd
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from envs.steps import steps_of, whole_verdict
 from envs.task import AgentSpec, Artifact, Collect, Environment, Healthcheck, Step, Task, VerifierSpec
 from envs.users import UserSandbox, check_users
 from envs.verifier import Verdict
+from tests.contracts import sandbox as contract
 from tests.envs.task_dirs import NO_NETWORK, make_task_dir
 from tests.fakes.directory_sandbox import DirectoryProvider, DirectorySandbox
 from tests.fakes.harness import FunctionHarness
@@ -263,6 +266,30 @@ async def test_a_command_as_the_user_who_is_there_already_keeps_stdin_variables_
         sandbox = UserSandbox(DirectorySandbox(tmp_path / str(user)), user)
         result = await sandbox.exec('cat; echo "$X"; pwd; exit 4', timeout_s=5, stdin=b"in\n", env={"X": "it's"})
         assert (result.exit_code, result.stdout) == (4, f"in\nit's\n{tmp_path}/{user}/app\n".encode())
+
+
+class UserProvider(DirectoryProvider):
+    """Sandboxes whose commands run as the user of these tests."""
+
+    @asynccontextmanager
+    async def start(self, task: Task, *, owner: str) -> AsyncIterator[Sandbox]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        async with super().start(task, owner=owner) as sandbox:
+            yield UserSandbox(sandbox, ME)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        contract.a_command_gives_its_status_and_both_streams,
+        contract.a_command_has_its_stdin_variables_and_directory,
+        contract.a_directory_is_uploaded_with_its_modes,
+        contract.stop_is_final_and_may_be_repeated,
+    ],
+    ids=lambda check: check.__name__,
+)
+async def test_acting_as_a_user_keeps_the_contract(tmp_path: Path, check: contract.SandboxCheck) -> None:
+    task = load_task(make_task_dir(tmp_path))
+    await check(UserProvider(tmp_path / "boxes"), task, tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes someone else")
