@@ -44,6 +44,9 @@ exec 3>&2 2>&1
 trap 'printf "\\0%s" "$PWD" >&3' EXIT
 {command}"""
 
+_MAX_ARGUMENT_BYTES = 30_000  # Linux allows 128 KiB, and quoting may multiply what is sent
+_SCRIPT_FILE = "/logs/.bash-tools-call"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BashToolsConfig:
@@ -111,8 +114,13 @@ class _Shell:
     async def _run(self, command: str, limit_s: float) -> str:
         script = _CALL.format(cwd=shlex.quote(self._cwd), workdir=shlex.quote(self._sandbox.workdir), command=command)
         # A lone surrogate, which JSON can spell, is no UTF-8: it becomes a question mark.
-        script = script.encode(errors="replace").decode()
-        result = await self._sandbox.exec(f"exec bash -lc {shlex.quote(script)}", timeout_s=limit_s, cwd="/")
+        data = script.encode(errors="replace")
+        if len(data) > _MAX_ARGUMENT_BYTES:
+            await self._sandbox.write_file(_SCRIPT_FILE, data)
+            call = f"exec bash -l {_SCRIPT_FILE}"
+        else:
+            call = f"exec bash -lc {shlex.quote(data.decode())}"
+        result = await self._sandbox.exec(call, timeout_s=limit_s, cwd="/")
         directory = _directory(result)
         self._cwd = directory or self._cwd
         output = _cut(result.stdout, self._config.max_output_bytes)

@@ -108,3 +108,16 @@ async def test_a_call_past_its_deadline_leaves_the_box_usable(provider: LocalPro
         "<tool_response>\n[killed: it did not end within 0.5 s]\n</tool_response>",
         "<tool_response>\n/app\n[exit status 0]\n</tool_response>",
     ]
+
+
+async def test_a_command_longer_than_an_argument_may_be_runs_in_the_same_directory(
+    provider: LocalProvider, tmp_path: Path
+) -> None:
+    task = load_task(make_task_dir(tmp_path))
+    paste = "cat >a <<'X'\n" + "it's é\n" * 40_000 + "X\nwc -l <a; pwd; false"
+    trajectory = await play(task, provider, BashTools(), bash("mkdir d; cd d"), bash(paste), bash("ls"), SUBMIT)
+    told = [turn.observation for turn in trajectory.turns[1:3]]
+    assert told == [
+        "<tool_response>\n40000\n/app/d\n[exit status 1]\n</tool_response>",
+        "<tool_response>\na\n[exit status 0]\n</tool_response>",
+    ]
