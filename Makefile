@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 MARKED := ray or vllm or sandbox or slow
 
-.PHONY: help setup demo test unit marked exhaustive lint format lock clean
+.PHONY: help setup demo test unit marked exhaustive faults lint format lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -20,10 +20,13 @@ unit: setup ## the quick tests alone (under a minute)
 	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or exhaustive or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
-	$(PY) -m pytest -q -m "($(MARKED)) and not (exhaustive or gpu)" $(ARGS)
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 -m "($(MARKED)) and not (exhaustive or gpu)" $(ARGS) tests/recipes tests/actors tests
 
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)
+
+faults: setup ## kills every part of a run at random moments; takes an hour or so
+	$(PY) -m tests.faults.matrix --out benchmarks/results/faults.json $(ARGS)
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

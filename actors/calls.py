@@ -27,5 +27,7 @@ async def call(method: Any, *args: Any, deadline_s: float, what: str, **kwargs: 
         raise error.as_instanceof_cause() from error
     except ray.exceptions.ActorDiedError as error:
         raise ActorDied(f"{what}: its process died ({error})") from error
+    except ray.exceptions.ObjectLostError as error:
+        raise ActorDied(f"{what}: its answer was lost with its node ({error})") from error
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorDied(f"{what}: its process cannot be reached ({error})") from error

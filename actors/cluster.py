@@ -5,10 +5,13 @@ Invariant: what a Cluster started ends with it. Called by recipes; the fleets th
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -66,6 +69,7 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
     joining = {} if address else {"num_cpus": max(2, os.cpu_count() or 2), "include_dashboard": False}
     if not address:
         joining["object_store_memory"] = config.object_store_mb << 20
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address,
         logging_level=logging.ERROR,  # its warnings speak of defaults that this project chose
@@ -73,11 +77,23 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
         runtime_env={"env_vars": _worker_environment(joined=bool(address))},
         **joining,
     )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray's own exits at once; a recipe's saves the run first
     logger.info("cluster address=%s nodes=%d", address or "local", len(ray.nodes()))
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@asynccontextmanager
+async def start_actor(of: Callable[..., Any], *args: Any, max_concurrency: int = 16) -> AsyncIterator[Any]:
+    """An actor of the class `of`, for the length of the block; call its methods with actors/calls.call."""
+    actor: Any = ray.remote(of).options(num_cpus=0, max_concurrency=max_concurrency).remote(*args)
+    try:
+        yield actor
+    finally:
+        ray.kill(actor)
 
 
 def require(demands: Mapping[str, tuple[int, Resources]]) -> None:

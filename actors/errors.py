@@ -3,6 +3,7 @@
 ClusterError
 +-- DeadlineMissed    somebody did not answer in time; the message names who and for what
 +-- ActorDied         an actor's process is gone
+|   +-- LearnerLost   a learner rank's, and with it the weights since the last checkpoint
 +-- PlacementError    the cluster lacks a resource that the config asks for; the message names it
 """
 
@@ -17,6 +18,10 @@ class DeadlineMissed(ClusterError):
 
 class ActorDied(ClusterError):
     """An actor's process is gone."""
+
+
+class LearnerLost(ActorDied):
+    """A learner rank's process is gone, and with it the weights since the last checkpoint."""
 
 
 class PlacementError(ClusterError):

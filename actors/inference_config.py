@@ -22,6 +22,8 @@ class DType(StrEnum):
     """The one that the model's config.json names."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    """Quantised checkpoints are often saved so."""
 
 
 class UpdateMode(StrEnum):
@@ -35,6 +37,16 @@ class UpdateMode(StrEnum):
     """They are dropped; their requests fail over as if the server had gone."""
 
 
+class KvReuse(StrEnum):
+    """Which requests may read a prefix from the KV cache that others computed."""
+
+    NEVER = "never"
+    """None across policy versions: the cache is shared among trajectories, within one version."""
+    TRAJECTORY = "trajectory"
+    """A trajectory reads what it computed itself, under whichever version; nobody else's. Saves prefill after a sync,
+    at the price of keys and values that older weights made."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """One inference server: a vLLM engine in one actor."""
@@ -43,16 +55,25 @@ class ServerConfig:
     max_model_len: int = 2048
     """Longest prompt plus reply, in tokens; at most what the model has positions for."""
     max_num_seqs: int = 128
-    """Sequences decoded at once; further requests queue in the server."""
+    """Sequences decoded at once; further requests queue in the server, those of older Groups first."""
+    stream_tokens: int = 32
+    """A reply is handed on every so many tokens; a server that dies takes no more than these with it."""
     kv_cache_gb: float = 0.5
     """KV cache of a CPU engine, in GiB; on GPUs `engine_args["gpu_memory_utilization"]` rules."""
     threads: int = 1
     """OpenMP threads of a CPU engine. 1 is fastest for tiny models, and wherever other processes share the cores."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Replicas that vLLM runs as one engine. More than 1 is for experts spread over them; else take more servers."""
+    expert_parallel: bool = False
+    """Spread the experts of a mixture over all tensor- and data-parallel ranks, instead of slicing each."""
+    lora_rank: int = 0
+    """Largest rank of adapters that are served on the model; 0 serves none."""
     num_cpus: float = 0.0
     """CPU cores to reserve in Ray's scheduler."""
     num_gpus: int = 0
-    """GPUs to reserve in Ray's scheduler; 0 serves on CPU."""
+    """GPUs of the server, over all its ranks; 0 serves on CPU."""
     enforce_eager: bool = True
     """No compilation and no CUDA graphs: quick start."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -61,15 +82,29 @@ class ServerConfig:
     """Class that loads and reads back weights inside vLLM's worker."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "threads", "tensor_parallel_size"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        for name in ("max_model_len", "max_num_seqs", "stream_tokens", "threads", *sizes):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.kv_cache_gb <= 0:
             raise ValueError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}")
-        if self.num_gpus not in (0, self.tensor_parallel_size):
-            raise ValueError(
-                f"num_gpus must be 0 (CPU) or tensor_parallel_size={self.tensor_parallel_size}, got {self.num_gpus}"
-            )
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be >= 0 (0 serves no adapters), got {self.lora_rank}")
+        if self.num_gpus not in (0, self.num_ranks):
+            product = " x ".join(f"{name}={getattr(self, name)}" for name in sizes)
+            raise ValueError(f"num_gpus must be 0 (CPU) or {product}, got {self.num_gpus}")
+        if self.num_gpus == 0 and self.num_ranks != self.tensor_parallel_size:
+            raise ValueError("pipeline and data parallelism need GPUs: set num_gpus to the product of the three sizes")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine, each with a GPU of its own where there are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether vLLM places the ranks by itself, as Ray actors on any nodes, instead of beside the server."""
+        return self.pipeline_parallel_size * self.data_parallel_size > 1
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the server's process needs before vLLM is imported."""
@@ -105,6 +140,7 @@ class ServerConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": self.worker_extension,
+            "scheduling_policy": "priority",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
@@ -112,7 +148,21 @@ class ServerConfig:
             args["block_size"] = CPU_BLOCK_TOKENS
             args["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)
             args["distributed_executor_backend"] = "uni" if self.tensor_parallel_size == 1 else "mp"
-        return args | dict(self.engine_args)
+        return args | self._parallel_args() | self._lora_args() | dict(self.engine_args)
+
+    def _parallel_args(self) -> dict[str, Any]:
+        if not self.spans_nodes:
+            return {"enable_expert_parallel": True} if self.expert_parallel else {}
+        return {
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "data_parallel_size": self.data_parallel_size,
+            "data_parallel_backend": "ray",
+            "distributed_executor_backend": "ray",
+            "enable_expert_parallel": self.expert_parallel,
+        }
+
+    def _lora_args(self) -> dict[str, Any]:
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.lora_rank} if self.lora_rank else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +171,13 @@ class InferencePoolConfig:
 
     server: ServerConfig = field(default_factory=ServerConfig)
     num_servers: int = 1
+    kv_reuse: KvReuse = KvReuse.NEVER
     start_timeout_s: float = 300.0
-    """Deadline for all servers to be up."""
+    """Deadline for all servers to be placed and up."""
     request_timeout_s: float = 300.0
     """Deadline of one sample, retries included."""
     max_attempts: int = 4
-    """How many servers one sample may try before its rollout gets a sampler_error."""
+    """How many servers in a row one sample may try without a new token before its rollout gets a sampler_error."""
     health_interval_s: float = 2.0
     """Seconds between health checks."""
     health_timeout_s: float = 60.0
@@ -163,6 +214,6 @@ def saved_dtype(model: Path) -> DType:
     """The number format that a model directory was saved in."""
     config = json.loads((model / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype")
-    if name not in ("float32", "bfloat16"):
+    if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{model / 'config.json'} names dtype {name!r}: set the server's dtype to float32 or bfloat16")
     return DType(name)

@@ -1,7 +1,7 @@
-"""One vLLM engine: exact tokens in, exact tokens out, and weights replaced while it generates.
+"""One vLLM engine: exact tokens in, exact tokens out as they come, and weights replaced while it generates.
 
 Invariant: nothing is sampled before a version is set, and a sampled token carries the version whose weights sampled it.
-The only importer of vLLM, unmodified. Held by the actor in actors/inference_server.py; works without Ray.
+Imports vLLM, unmodified. Held by the actor in actors/inference_server.py; works without Ray.
 """
 
 import asyncio
@@ -10,28 +10,37 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.adapter import NAME as ADAPTER_NAME
+from actors.adapter import Adapter
+from actors.engine_stats import EngineStats, step_logger
+from actors.inference_admission import Admission
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_errors import (
     NonFiniteLogprobs,
+    RequestDropped,
     ServerGone,
     ServerNotReady,
     ServerStartError,
     VersionProofError,
     WeightSyncError,
 )
+from actors.inference_request import Part, Request, spans_of
 from actors.weight_noise import Noise
-from actors.weight_stage import Manifest, corrupt_tensors, parse_version, version_label
+from actors.weight_stage import Manifest, corrupt_tensors, version_label
 from envs.errors import ContextLimit
-from envs.sampler import Completion, SamplingParams
-from trajectories.schema import PolicyVersion, VersionSpan
+from envs.sampler import SamplingParams
+from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
+
+PROBE_FIRST = -1
+"""Priority of a probe: before every request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +65,21 @@ class LoadReport:
 class Engine:
     """An AsyncLLM and the version of its weights; made by `Engine.start`."""
 
-    def __init__(self, llm: Any, config: ServerConfig, name: str) -> None:
+    def __init__(self, llm: Any, config: ServerConfig, name: str, stats: EngineStats) -> None:
         self._llm: Any = llm
         self._config = config
         self._name = name
-        self._slots = asyncio.Semaphore(config.max_num_seqs)
+        self._admission = Admission(config.max_num_seqs, kv_capacity_tokens(llm.vllm_config.cache_config))
         self._update = asyncio.Lock()
         self._version: PolicyVersion | None = None
         self._fault = ""
+        self._is_draining = False
+        self._lora: Any = None
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._num_probes = itertools.count()
-        self.num_running = 0
-        """Requests being sampled."""
-        self.num_waiting = 0
-        """Requests that wait for a slot."""
-        self.num_sampled_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        """Prompt tokens taken from the prefix cache."""
+        self.stats = stats
+        stats.on_step = self._admission.observe
 
     @classmethod
     async def start(cls, model: Path, config: ServerConfig, *, name: str, version: PolicyVersion | None) -> "Engine":
@@ -84,11 +91,13 @@ class Engine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        stats = EngineStats()
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**config.resolved_engine_args(model)))
+            args = AsyncEngineArgs(**config.resolved_engine_args(model))
+            llm = AsyncLLM.from_engine_args(args, stat_loggers=[step_logger(stats)])
         except (TypeError, ValueError, RuntimeError) as error:
             raise ServerStartError(f"{name} did not come up: {' '.join(str(error).split())[:600]}") from error
-        engine = cls(llm, config, name)
+        engine = cls(llm, config, name, stats)
         await llm.collective_rpc("end_with", args=(os.getpid(),))
         if version is not None:
             await engine._set_version(version)
@@ -102,7 +111,27 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are sampled."""
-        return self._version is not None and not self._fault
+        return self._version is not None and not self._fault and not self._is_draining
+
+    @property
+    def num_running(self) -> int:
+        """Requests being sampled."""
+        return self._admission.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._admission.num_waiting
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache in use at the last step."""
+        return self._admission.kv_usage if self.num_running else 0.0
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that a full KV cache put back."""
+        return self._admission.num_preemptions
 
     @property
     def is_dead(self) -> bool:
@@ -119,29 +148,32 @@ class Engine:
         self._llm.shutdown()
         self._llm = None  # its destructor runs now, not while the interpreter ends
 
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, stop_ids: Sequence[int], request_id: str
-    ) -> Completion:
-        """One Completion; its prefix cache is shared within one policy version only.
+    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
+        """The reply in Parts of `stream_tokens` tokens and a last one that says how it ended.
 
-        Raises ContextLimit, ServerNotReady, ServerGone and NonFiniteLogprobs.
+        Raises ContextLimit, ServerNotReady, ServerGone, RequestDropped and NonFiniteLogprobs.
         """
-        limit = self._llm.model_config.max_model_len
-        if len(prompt_ids) >= limit:
-            raise ContextLimit(f"prompt of {len(prompt_ids)} tokens, but {self._name} takes {limit - 1}")
-        self.num_waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.num_waiting -= 1
-        self.num_running += 1
-        try:
+        num_prompt, limit = len(request.prompt_ids), self._llm.model_config.max_model_len
+        if num_prompt >= limit:
+            raise ContextLimit(f"prompt of {num_prompt} tokens, but {self._name} takes {limit - 1}")
+        arrived = time.perf_counter()
+        async with self._admission.slot(request.priority, num_prompt):
+            await self._awake.wait()
             self._require_ready()
-            output = await self._run(prompt_ids, _vllm_params(params, stop_ids), request_id, self._salt())
-        finally:
-            self.num_running -= 1
-            self._slots.release()
-        return self._completion(output)
+            params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)
+            outputs = self._run(request.prompt_ids, params, request_id, request.salt or self._salt(), request.priority)
+            done = 0
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if done == 0:
+                        self.stats.began(output, time.perf_counter() - arrived)
+                    part = self._part(output, done, self._version_starts(output, request_id))
+                    done += len(part.ids)
+                    self.stats.num_sampled_tokens += len(part.ids)
+                    if output.outputs[0].finish_reason == "abort":
+                        yield replace(part, finish_reason="")
+                        raise RequestDropped(f"{self._name} dropped request {request_id} for a weight update")
+                    yield part
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` after the first, at temperature 1, by a prefill that reads no cache."""
@@ -157,8 +189,13 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         number = next(self._num_probes)
-        output = await self._run(ids, params, f"probe-{number}-{time.time_ns()}", f"probe-{number}")
-        values = [position[token].logprob for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        request_id = f"probe-{number}-{time.time_ns()}"
+        outputs = [output async for output in self._run(ids, params, request_id, f"probe-{number}", PROBE_FIRST)]
+        if not outputs or outputs[-1].outputs[0].finish_reason == "abort":
+            raise ServerGone(f"{self._name} dropped the probe for a weight update")
+        values = [
+            position[token].logprob for token, position in zip(ids[1:], outputs[-1].prompt_logprobs[1:], strict=True)
+        ]
         return self._finite(values)
 
     async def load(self, manifest: Manifest, *, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
@@ -187,12 +224,72 @@ class Engine:
                 unread=tuple(checked[0]["unread"]),
             )
 
+    async def load_adapter(self, adapter: Adapter, *, mode: UpdateMode) -> None:
+        """Puts an adapter on the model, in place of the one before it; the model's own weights stay as they are.
+
+        Raises WeightSyncError when the engine cannot take it, and samples nothing then.
+        """
+        from vllm.lora.request import LoRARequest
+
+        adapter.require_rank(self._config.lora_rank, self._name)
+        path = str(adapter.directory)
+        async with self._update, self._paused(mode):
+            try:
+                await self._llm.add_lora(LoRARequest(ADAPTER_NAME, 1, path, load_inplace=True))
+            except Exception as error:  # vLLM raises nothing narrower when a worker refuses an adapter
+                raise WeightSyncError(f"{self._name} does not take adapter {path}: {error}") from error
+            # Requests name it without load_inplace, or each of them would read it from disk again.
+            self._lora = LoRARequest(ADAPTER_NAME, 1, path)
+            await self._set_version(adapter.version)
+
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """Pushes the stage with noise through the path of `load`; nothing is sampled until the next `load`."""
         async with self._update:
             self._fault = "its weights are disturbed for a canary"
             async with self._paused(UpdateMode.KEEP):
                 await self._rpc("load_stage", manifest.as_message(), asdict(noise))
+
+    async def open_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the group of a learner that sends by vLLM's own transfer (actors/vllm_transfer.py)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def begin_transfer(self, mode: UpdateMode) -> None:
+        """Stops sampling and makes ready to receive; until `end_transfer` no other update comes in."""
+        await self._update.acquire()
+        self._fault = "its weights are being received"
+        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
+        await self._llm.start_weight_update()
+
+    async def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receives what the learner sends meanwhile."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def end_transfer(self, version: PolicyVersion) -> None:
+        """Samples on, as `version`."""
+        await self._llm.finish_weight_update(version_label(version))
+        self._version, self._fault = version, ""
+        await self._llm.resume_generation()
+        self._update.release()
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory to the learner: weights and caches go, and requests wait for `wake_cache`."""
+        self._awake.clear()
+        # Level 2 drops the weights: those that come after the learner's turn are new ones.
+        await self._llm.sleep(level=2, mode="abort")
+
+    async def wake_weights(self) -> None:
+        """Takes memory for weights back, so that a `load` or a transfer may fill it."""
+        await self._llm.wake_up(tags=["weights"])
+
+    async def wake_cache(self) -> None:
+        """Takes memory for caches back and samples on."""
+        await self._llm.wake_up(tags=["kv_cache"])
+        await self._llm.resume_generation()
+        self._awake.set()
 
     def admit(self) -> None:
         """Lets requests in after a `load` that kept them out."""
@@ -202,9 +299,14 @@ class Engine:
         """Refuses requests until the next `load` succeeds."""
         self._fault = reason
 
+    def drain(self) -> None:
+        """Takes no further request for good; those in flight end."""
+        self._is_draining = True
+
     @asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
         """Between two engine steps, with the prefix cache kept: salts, not clearing, keep versions apart."""
+        began = time.perf_counter()
         await self._llm.pause_generation(mode=mode.value, clear_cache=False)
         try:
             yield
@@ -212,7 +314,9 @@ class Engine:
             self._fault = f"weight update failed: {error!r}"
             raise
         finally:
-            await self._llm.resume_generation()
+            if self._awake.is_set():  # else there is no cache to sample with yet
+                await self._llm.resume_generation()
+            self.stats.pause_s += time.perf_counter() - began
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         try:
@@ -244,38 +348,49 @@ class Engine:
         return version_label(self._version)
 
     def _require_ready(self) -> None:
+        if self._is_draining:
+            raise ServerNotReady(f"{self._name} is being removed")
         if self._fault:
             raise ServerNotReady(f"{self._name} is out of service: {self._fault}")
         if self._version is None:
             raise ServerNotReady(f"{self._name} has no proven weights yet")
 
-    async def _run(self, prompt_ids: Sequence[int], params: Any, request_id: str, salt: str) -> Any:
+    async def _run(
+        self, prompt_ids: Sequence[int], params: Any, request_id: str, salt: str, priority: int
+    ) -> AsyncGenerator[Any]:
+        """vLLM's outputs for one request."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        output: Any = None
+        outputs = self._llm.generate(prompt, params, request_id=request_id, priority=priority, lora_request=self._lora)
         try:
-            async for part in self._llm.generate(prompt, params, request_id=request_id):
-                output = part
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
         except EngineDeadError as error:
             raise ServerGone(f"{self._name}: its vLLM engine died") from error
-        if output is None or output.outputs[0].finish_reason == "abort":
-            raise ServerGone(f"{self._name} dropped request {request_id} for a weight update")
-        return output
 
-    def _completion(self, output: Any) -> Completion:
+    def _version_starts(self, output: Any, request_id: str) -> list[tuple[str, int]]:
+        """(label, first token) of each version that sampled this reply so far.
+
+        vLLM hands spans out with the last output only; until then its own record of them is read.
+        """
         choice = output.outputs[0]
-        self.num_sampled_tokens += len(choice.token_ids)
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_cached_tokens += output.num_cached_tokens or 0
-        return Completion(
-            ids=tuple(choice.token_ids),
-            logprobs=tuple(self._finite(choice.logprobs.logprobs)),
-            spans=tuple(
-                VersionSpan(version=parse_version(span.version), num_tokens=span.end - span.start)
-                for span in choice.weight_versions
-            ),
-            finish_reason=choice.finish_reason,
+        if choice.weight_versions is not None:
+            return [(span.version, span.start) for span in choice.weight_versions]
+        processor = self._llm.output_processor
+        (internal_id,) = processor.external_req_ids.get(request_id, (None,))
+        state = processor.request_states.get(internal_id)
+        return [] if state is None else state.weight_version_starts
+
+    def _part(self, output: Any, begin: int, starts: Sequence[tuple[str, int]]) -> Part:
+        choice = output.outputs[0]
+        ids = tuple(choice.token_ids)
+        return Part(
+            ids=ids,
+            logprobs=tuple(self._finite(choice.logprobs.logprobs)) if ids else (),
+            spans=spans_of(starts, begin, begin + len(ids)),
+            finish_reason=choice.finish_reason or "",
         )
 
     def _finite(self, logprobs: list[float]) -> list[float]:
@@ -285,7 +400,12 @@ class Engine:
         return logprobs
 
 
-def _vllm_params(params: SamplingParams, stop_ids: Sequence[int]) -> Any:
+def kv_capacity_tokens(cache_config: Any) -> int:
+    """Tokens that an engine's KV cache holds, by vLLM's cache config."""
+    return cache_config.kv_cache_size_tokens or cache_config.num_gpu_blocks * cache_config.block_size
+
+
+def _vllm_params(params: SamplingParams, stop_ids: Sequence[int], stream_tokens: int) -> Any:
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -300,7 +420,8 @@ def _vllm_params(params: SamplingParams, stop_ids: Sequence[int]) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=stream_tokens,
     )
 
 

@@ -1,25 +1,34 @@
-"""The pool of inference servers, as the driver sees it: starts them, watches them, and gives out Samplers.
+"""The pool of inference servers, as the driver sees it: starts, watches, adds and removes them, gives out Samplers.
 
 Invariant: a server that died comes back with the weights last published, proven, before it samples again.
 Called by recipes (`start_inference_pool`) and by actors/weight_sync.py, whose target it is.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.adapter import Adapter
 from actors.calls import call
-from actors.errors import ClusterError
+from actors.errors import ActorDied, ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
+from actors.inference_directory import ActorDirectory
 from actors.inference_engine import LoadReport
 from actors.inference_errors import ServerNotReady, ServerStartError
-from actors.inference_sampler import ActorLocator, PoolSampler
+from actors.inference_metrics import Gauges, pool_metrics
+from actors.inference_sampler import PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
+from actors.placement import reserve
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
 from trajectories.schema import PolicyVersion
@@ -27,6 +36,7 @@ from trajectories.schema import PolicyVersion
 logger = logging.getLogger(__name__)
 
 FIRST_VERSION = PolicyVersion(lineage=0, n=0)
+POLL_S = 0.2
 
 
 class ServerHandle:
@@ -59,6 +69,11 @@ class ServerHandle:
         await self.refresh(deadline_s)
         return report
 
+    async def load_adapter(self, adapter: Adapter, mode: UpdateMode, deadline_s: float) -> None:
+        """Puts an adapter on the model; see Engine.load_adapter."""
+        await self._call("load_adapter", adapter, mode, deadline_s=deadline_s)
+        await self.refresh(deadline_s)
+
     async def admit(self, deadline_s: float) -> None:
         """Lets requests in after a load that kept them out."""
         await self._call("admit", deadline_s=deadline_s)
@@ -72,67 +87,197 @@ class ServerHandle:
         """Log-probability of each of `ids` after the first."""
         return await self._call("probe", ids, deadline_s=deadline_s)
 
+    async def transfer(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> None:
+        """One of open_transfer, begin_transfer, receive and end_transfer; see actors/vllm_transfer.py."""
+        await self._call(method, *arguments, deadline_s=deadline_s)
+
+    async def sleep(self, deadline_s: float) -> None:
+        """Gives its GPU's memory to the learner."""
+        await self._call("sleep", deadline_s=deadline_s)
+
+    async def wake_weights(self, deadline_s: float) -> None:
+        """Takes memory for weights back."""
+        await self._call("wake_weights", deadline_s=deadline_s)
+
+    async def wake_cache(self, deadline_s: float) -> None:
+        """Takes memory for caches back and samples on."""
+        await self._call("wake_cache", deadline_s=deadline_s)
+        await self.refresh(deadline_s)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Has it take no further request."""
+        await self._call("drain", deadline_s=deadline_s)
+        await self.refresh(deadline_s)
+
     async def quarantine(self, reason: str, deadline_s: float) -> None:
         """Stops it from sampling until a later load succeeds."""
         await self._call("quarantine", reason, deadline_s=deadline_s)
         await self.refresh(deadline_s)
 
     async def _call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        return await call(getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}")
+        try:
+            return await call(
+                getattr(self.actor, method), *args, deadline_s=deadline_s, what=f"{method} on {self.name}"
+            )
+        except ActorDied:
+            self.health = None  # what it served last counts no more: it may come back with anything
+            raise
 
 
 class InferencePool:
     """Servers of one policy; made by `start_inference_pool`."""
 
-    def __init__(self, config: InferencePoolConfig, servers: Sequence[ServerHandle], model: Path) -> None:
+    def __init__(self, config: InferencePoolConfig, model: Path) -> None:
         self._config = config
-        self.servers = tuple(servers)
+        self._model = model
+        self.id = f"inference-{secrets.token_hex(4)}"
+        """Its servers are actors named ID/SERVER."""
+        self._numbers = itertools.count()
+        self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._last_seen: dict[str, ServerHealth] = {}
+        self._gauges = Gauges()
+        self._groups: list[PlacementGroup] = []
+        self.servers: tuple[ServerHandle, ...] = ()
         self.is_exact = (
             saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
         ) is DType.FLOAT32
         """True where servers compute in float32, so that a probe must match the learner's."""
-        self.engine = ", ".join(sorted({server.health.engine for server in servers if server.health is not None}))
-        """Class of the engine that serves, as the servers reported it."""
-        self._heal: Callable[[ServerHandle], Awaitable[None]] | None = None
         self.num_restarts = 0
         """Servers that died and are back."""
 
+    @property
+    def engine(self) -> str:
+        """Class of the engine that serves, as the servers reported it."""
+        return ", ".join(sorted({server.health.engine for server in self.servers if server.health is not None}))
+
     def sampler(self) -> PoolSampler:
         """A Sampler over these servers; picklable, and each process that gets one connects on its own."""
-        return PoolSampler(
-            self._config, {server.name: ActorLocator(server.name, server.actor) for server in self.servers}
-        )
+        return PoolSampler(self._config, ActorDirectory(self.id))
 
     def oldest_version(self) -> PolicyVersion | None:
         """The oldest version that a server still samples with; None while none samples."""
         return min((server.version for server in self.servers if server.version is not None), default=None)
 
+    async def until_one_serves(self) -> None:
+        """Returns when a server samples; ServerStartError naming all when none does within `start_timeout_s`."""
+        limit = self._config.start_timeout_s
+        deadline = time.monotonic() + limit
+        while self.oldest_version() is None:
+            if time.monotonic() > deadline:
+                names = ", ".join(server.name for server in self.servers)
+                raise ServerStartError(f"all servers died ({names}) and none came back within {limit:g} s")
+            await asyncio.sleep(POLL_S)
+
+    @asynccontextmanager
+    async def asleep(self, publish: Callable[[], Awaitable[object]], deadline_s: float) -> AsyncIterator[None]:
+        """For machines where learner and servers share GPUs: the servers give way to the learner for the block.
+
+        Afterwards they take memory for weights, then `publish` fills it, then they take memory for caches and sample
+        on; the requests that were in flight go on with the new weights, on the tokens they had.
+        """
+        await asyncio.gather(*(server.sleep(deadline_s) for server in self.servers))
+        yield
+        await asyncio.gather(*(server.wake_weights(deadline_s) for server in self.servers))
+        await publish()
+        await asyncio.gather(*(server.wake_cache(deadline_s) for server in self.servers))
+
     def heal_with(self, heal: Callable[[ServerHandle], Awaitable[None]]) -> None:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""
         self._heal = heal
 
-    async def stats(self) -> dict[str, float]:
-        """Sums over the servers that answer."""
-        await asyncio.gather(
-            *(server.refresh(self._config.health_timeout_s) for server in self.servers if server.health)
-        )
+    def load(self) -> tuple[float, float]:
+        """Requests that the servers (sample, keep waiting), as of their last health checks."""
         healths = [server.health for server in self.servers if server.health is not None]
-        prompt = sum(health.num_prompt_tokens for health in healths)
-        return {
-            "servers": float(len(healths)),
-            "restarts": float(self.num_restarts),
-            "running": float(sum(health.num_running for health in healths)),
-            "waiting": float(sum(health.num_waiting for health in healths)),
-            "sampled_tokens": float(sum(health.num_sampled_tokens for health in healths)),
-            "prompt_tokens": float(prompt),
-            "prefix_hit_rate": sum(health.num_cached_tokens for health in healths) / prompt if prompt else 0.0,
-        }
+        return float(sum(h.num_running for h in healths)), float(sum(h.num_waiting for h in healths))
 
-    async def watch(self) -> None:
-        """Checks every server for ever, and brings back those that died."""
-        await asyncio.gather(*(self._watch(server) for server in self.servers))
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics under "inference/" since the last call, as of the servers' last health checks."""
+        now = {server.name: server.health for server in self.servers if server.health is not None}
+        metrics = pool_metrics(self._last_seen, now) | {"inference/restarts": float(self.num_restarts)}
+        self._last_seen = now
+        return metrics
 
-    async def _watch(self, server: ServerHandle) -> None:
+    async def start(self, version: PolicyVersion | None) -> None:
+        """Starts the configured servers, all at once; see `start_inference_pool`."""
+        places = await self._reserve(self._config.num_servers)
+        self.servers = servers = tuple(self._new_server(place) for place in places)
+        await asyncio.gather(*(_start(server, version, self._config.start_timeout_s) for server in servers))
+        self._last_seen = {server.name: server.health for server in servers if server.health is not None}
+        for server in servers:
+            self._watch(server)
+
+    async def add(self) -> ServerHandle:
+        """One server more, with the published weights, proven; samplers find it within seconds."""
+        (place,) = await self._reserve(1)
+        server = self._new_server(place)
+        self.servers = (*self.servers, server)
+        try:
+            await _start(server, None if self._heal else FIRST_VERSION, self._config.start_timeout_s)
+            if self._heal is not None:
+                await self._heal(server)
+        except BaseException:
+            self._forget(server)
+            raise
+        self._watch(server)
+        return server
+
+    async def remove(self, name: str, deadline_s: float) -> int:
+        """Takes a server away once what it was sampling has ended, or at the deadline; returns how much had not.
+
+        Requests that are cut off go on elsewhere on their tokens. ValueError for an unknown or the only server.
+        """
+        server = next((server for server in self.servers if server.name == name), None)
+        if server is None or len(self.servers) == 1:
+            raise ValueError(f"cannot remove {name}: the servers are {', '.join(s.name for s in self.servers)}")
+        await _cancel(self._watches.pop(name, None))
+        try:
+            await server.drain(deadline_s)
+            return await _until_idle(server, deadline_s)
+        except ActorDied:
+            return 0
+        finally:
+            self._forget(server)
+
+    async def close(self) -> None:
+        """Ends every server."""
+        for watch in self._watches.values():
+            await _cancel(watch)
+        for server in self.servers:
+            self._forget(server)
+        for group in self._groups:
+            remove_placement_group(group)
+
+    async def _reserve(self, num_servers: int) -> list[PlacementGroupSchedulingStrategy | None]:
+        """A place for each server; None where it reserves nothing, or where vLLM places its ranks itself."""
+        server = self._config.server
+        needs = {"CPU": server.num_cpus, "GPU": 0 if server.spans_nodes else server.num_gpus}
+        bundle = {name: float(amount) for name, amount in needs.items() if amount}
+        if not bundle:
+            return [None] * num_servers
+        what = f"{num_servers} inference server{'s' if num_servers > 1 else ''}"
+        group = await reserve([bundle] * num_servers, what=what, deadline_s=self._config.start_timeout_s)
+        self._groups.append(group)
+        return [
+            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            for index in range(num_servers)
+        ]
+
+    def _new_server(self, place: PlacementGroupSchedulingStrategy | None) -> ServerHandle:
+        name = f"server-{next(self._numbers)}"
+        actor = _actor(self._config, place, name=f"{self.id}/{name}")
+        return ServerHandle(name, actor.remote(name, self._model, self._config.server))
+
+    def _forget(self, server: ServerHandle) -> None:
+        self.servers = tuple(other for other in self.servers if other is not server)
+        ray.kill(server.actor)
+
+    def _watch(self, server: ServerHandle) -> None:
+        watch = self._watches[server.name] = asyncio.create_task(self._keep_alive(server))
+        watch.add_done_callback(lambda t: t.cancelled() or logger.error("the watch ended", exc_info=t.exception()))
+
+    async def _keep_alive(self, server: ServerHandle) -> None:
+        """Checks one server for ever, and brings it back when it died."""
         pid = server.health.pid if server.health else 0
         while True:
             await asyncio.sleep(self._config.health_interval_s)
@@ -143,6 +288,8 @@ class InferencePool:
                 server.health = None
             if server.health is None or server.health.pid != pid:
                 pid = await self._bring_back(server) or pid
+            if server.health is not None:
+                self._gauges.set_health(server.name, server.health)
 
     async def _bring_back(self, server: ServerHandle) -> int:
         """Waits for the actor that Ray starts anew, and gives it its weights; returns its process, 0 when it failed."""
@@ -166,39 +313,40 @@ async def start_inference_pool(
 ) -> AsyncIterator[InferencePool]:
     """A pool that serves the weights in directory `model` as `version`; with None it samples nothing before a publish.
 
-    Raises ValueError for a path without a model and ServerStartError for a server that did not come up in time.
+    Raises ValueError for a path without a model, PlacementError naming the resource that is missing, and
+    ServerStartError for a server that did not come up in time.
     """
-    model = check_model(model)
-    servers = [
-        ServerHandle(name, _actor(config).remote(name, model, config.server))
-        for name in (f"server-{index}" for index in range(config.num_servers))
-    ]
+    pool = InferencePool(config, check_model(model))
     try:
-        await asyncio.gather(*(_start(server, version, config.start_timeout_s) for server in servers))
-        pool = InferencePool(config, servers, model)
-        async with _in_background(pool.watch()):
-            yield pool
+        await pool.start(version)
+        yield pool
     finally:
-        for server in servers:
-            ray.kill(server.actor)
+        await pool.close()
 
 
-@asynccontextmanager
-async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` for the length of the block. Not a TaskGroup, which would wrap the errors of the block in a group."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(lambda task: task.cancelled() or logger.error("the watch ended", exc_info=task.exception()))
-    try:
-        yield
-    finally:
+async def _until_idle(server: ServerHandle, deadline_s: float) -> int:
+    """Requests still in the server when nothing is left to wait for, or the deadline is over."""
+    until = time.monotonic() + deadline_s
+    while server.health is not None and (busy := server.health.num_running + server.health.num_waiting):
+        if time.monotonic() > until:
+            return busy
+        await asyncio.sleep(POLL_S)
+        await server.refresh(deadline_s)
+    return 0
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
         task.cancel()
         await asyncio.wait([task])
 
 
-def _actor(config: InferencePoolConfig) -> Any:
+def _actor(config: InferencePoolConfig, place: PlacementGroupSchedulingStrategy | None, *, name: str) -> Any:
     return ray.remote(InferenceServer).options(
+        name=name,
+        scheduling_strategy=place,
         num_cpus=config.server.num_cpus,
-        num_gpus=config.server.num_gpus,
+        num_gpus=0 if config.server.spans_nodes else config.server.num_gpus,
         max_concurrency=256,
         max_restarts=config.max_restarts,
         runtime_env={"env_vars": config.server.environment()},

@@ -9,17 +9,22 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from actors.adapter import Adapter
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
 from actors.inference_errors import ServerNotReady
-from actors.inference_wire import Address, Request, serve
+from actors.inference_request import Part, Request
+from actors.inference_wire import Address, serve
 from actors.weight_noise import Noise
+from actors.weight_objects import localize
 from actors.weight_stage import Manifest
-from envs.sampler import Completion
 from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -36,11 +41,22 @@ class ServerHealth:
     is_ready: bool
     engine: str
     """Class of the engine."""
+    at_s: float
+    """time.monotonic() of the server's node."""
     num_running: int
     num_waiting: int
+    kv_usage: float
+    """Share of the KV cache in use."""
+    num_preemptions: int
+    """Requests that a full KV cache put back."""
     num_sampled_tokens: int
+    num_requests: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    first_token_s: float
+    """Seconds from arrival to first token, summed over `num_requests`."""
+    pause_s: float
+    """Seconds in which weight updates stopped sampling."""
 
 
 class InferenceServer:
@@ -79,16 +95,27 @@ class InferenceServer:
             version=engine.version,
             is_ready=engine.is_ready,
             engine=engine.class_name,
+            at_s=time.monotonic(),
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
-            num_sampled_tokens=engine.num_sampled_tokens,
-            num_prompt_tokens=engine.num_prompt_tokens,
-            num_cached_tokens=engine.num_cached_tokens,
+            kv_usage=engine.kv_usage,
+            num_preemptions=engine.num_preemptions,
+            num_sampled_tokens=engine.stats.num_sampled_tokens,
+            num_requests=engine.stats.num_requests,
+            num_prompt_tokens=engine.stats.num_prompt_tokens,
+            num_cached_tokens=engine.stats.num_cached_tokens,
+            first_token_s=engine.stats.first_token_s,
+            pause_s=engine.stats.pause_s,
         )
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """See Engine.load."""
-        return await self._started().load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
+        return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
+
+    async def load_adapter(self, adapter: Adapter, mode: UpdateMode) -> None:
+        """See Engine.load_adapter."""
+        await self._started().load_adapter(adapter, mode=mode)
 
     async def admit(self) -> None:
         """See Engine.admit."""
@@ -96,7 +123,8 @@ class InferenceServer:
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """See Engine.load_disturbed."""
-        await self._started().load_disturbed(manifest, noise)
+        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
+        await engine.load_disturbed(here, noise)
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
         """See Engine.probe."""
@@ -106,12 +134,44 @@ class InferenceServer:
         """See Engine.quarantine."""
         self._started().quarantine(reason)
 
-    async def _handle(self, request: Request, request_id: str) -> Completion:
+    async def open_transfer(self, init_info: dict[str, Any]) -> None:
+        """See Engine.open_transfer."""
+        await self._started().open_transfer(init_info)
+
+    async def begin_transfer(self, mode: UpdateMode) -> None:
+        """See Engine.begin_transfer."""
+        await self._started().begin_transfer(mode)
+
+    async def receive(self, update_info: Any) -> None:
+        """See Engine.receive."""
+        await self._started().receive(update_info)
+
+    async def end_transfer(self, version: PolicyVersion) -> None:
+        """See Engine.end_transfer."""
+        await self._started().end_transfer(version)
+
+    async def sleep(self) -> None:
+        """See Engine.sleep."""
+        await self._started().sleep()
+
+    async def wake_weights(self) -> None:
+        """See Engine.wake_weights."""
+        await self._started().wake_weights()
+
+    async def wake_cache(self) -> None:
+        """See Engine.wake_cache."""
+        await self._started().wake_cache()
+
+    async def drain(self) -> None:
+        """See Engine.drain."""
+        self._started().drain()
+
+    async def _handle(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
         engine = self._started()
         try:
-            return await engine.generate(
-                request.prompt_ids, request.params, stop_ids=request.stop_ids, request_id=request_id
-            )
+            async with aclosing(engine.generate(request, request_id)) as parts:
+                async for part in parts:
+                    yield part
         finally:
             if engine.is_dead:
                 self._exit()

@@ -1,8 +1,9 @@
-"""The wire between a rollout worker and an inference server: many requests on one connection, each answered as it ends.
+"""The wire between a rollout worker and an inference server: many requests on one connection, each answered in Parts.
 
-Invariant: a request gets exactly one answer, or its connection ends and it fails as ServerGone; a connection that ends
-cancels what it asked for. A plain socket because a Ray call costs about 1.2 ms of CPU and a frame here a tenth of it.
-Used by actors/inference_server.py (`serve`) and actors/inference_sampler.py (`Channel`); imports neither Ray nor vLLM.
+Invariant: a request gets Parts in order, then exactly one last Part or one error; or its connection ends and it fails
+as ServerGone, with the Parts that came. A connection that ends cancels what it asked for. A plain socket because a Ray
+call costs about 1.2 ms of CPU and a frame here a tenth of it. Used by actors/inference_server.py (`serve`) and
+actors/inference_route.py (`Channel`); imports neither Ray nor vLLM.
 """
 
 import asyncio
@@ -11,33 +12,27 @@ import itertools
 import logging
 import struct
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
 
-from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady
+from actors.inference_errors import NonFiniteLogprobs, RequestDropped, ServerGone, ServerNotReady
+from actors.inference_request import Part, Request
 from actors.weight_stage import parse_version, version_label
 from envs.errors import ContextLimit, EpisodeError, SamplerError
-from envs.sampler import Completion, SamplingParams
+from envs.sampler import SamplingParams
 from trajectories.schema import VersionSpan
 
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 ERRORS: dict[str, type[EpisodeError]] = {
-    error.__name__: error for error in (ServerGone, ServerNotReady, NonFiniteLogprobs, ContextLimit, SamplerError)
+    error.__name__: error
+    for error in (ServerGone, RequestDropped, ServerNotReady, NonFiniteLogprobs, ContextLimit, SamplerError)
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What one sample asks for."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    stop_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +44,8 @@ class Address:
     token: str
 
 
-Handler = Callable[[Request, str], Awaitable[Completion]]
-"""Answers one request; the string is an id that is unique on this server."""
+Handler = Callable[[Request, str], AsyncGenerator[Part]]
+"""Answers one request; the string is an id that is unique on this server. The last Part has a finish reason."""
 
 
 async def serve(handle: Handler, host: str, token: str, *, load: Callable[[], int]) -> tuple[asyncio.Server, Address]:
@@ -70,7 +65,7 @@ class Channel(asyncio.Protocol):
     def __init__(self, name: str) -> None:
         self._name = name
         self._received = bytearray()
-        self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
         self.is_closed = False
         self.server_load = 0
@@ -92,16 +87,19 @@ class Channel(asyncio.Protocol):
         """Requests of this client that the server has not answered."""
         return len(self._pending)
 
-    async def request(self, request: Request) -> Completion:
-        """The Completion, or the server's error as it was raised there. Cancelling it cancels the server's work."""
+    async def request(self, request: Request, parts: list[Part]) -> None:
+        """Appends the reply's Parts to `parts` as they come; returns after the last one.
+
+        Raises the server's error as it was raised there. Cancelling it cancels the server's work.
+        """
         if self.is_closed:
             raise ServerGone(f"{self._name}: connection closed")
         number = next(self._numbers)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending[number] = _Pending(parts=parts, ended=future)
         self._transport.write(_frame([number, *_pack_request(request)]))
         try:
-            return await future
+            await future
         except asyncio.CancelledError:
             if not self.is_closed:
                 self._transport.write(_frame([number]))
@@ -119,7 +117,7 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of asyncio's
 
     def data_received(self, data: bytes) -> None:
-        """Called by the event loop: resolves the requests whose answers are complete."""
+        """Called by the event loop: hands on each Part, and resolves the requests whose answers are complete."""
         self._received += data
         begin = 0
         while len(self._received) - begin >= LENGTH.size:
@@ -127,9 +125,9 @@ class Channel(asyncio.Protocol):
             if len(self._received) < end:
                 break
             number, self.server_load, *answer = msgpack.unpackb(self._received[begin + LENGTH.size : end])
-            future = self._pending.get(number)
-            if future is not None and not future.done():
-                _resolve(future, answer)
+            pending = self._pending.get(number)
+            if pending is not None and not pending.ended.done():
+                pending.take(answer)
             begin = end
         del self._received[:begin]
 
@@ -139,9 +137,9 @@ class Channel(asyncio.Protocol):
 
     def _end(self, reason: str) -> None:
         self.is_closed = True
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(ServerGone(f"{self._name}: {reason}"))
+        for pending in self._pending.values():
+            if not pending.ended.done():
+                pending.ended.set_exception(ServerGone(f"{self._name}: {reason}"))
 
 
 async def _serve_connection(
@@ -184,11 +182,16 @@ async def _answer(
     request_id: str,
 ) -> None:
     try:
-        answer = _pack_completion(await handle(_unpack_request(fields), request_id))
+        is_whole = False
+        async with aclosing(handle(_unpack_request(fields), request_id)) as parts:
+            async for part in parts:
+                is_whole = bool(part.finish_reason)
+                if not writer.is_closing():
+                    writer.write(_frame([number, load(), *_pack_part(part)]))
+        assert is_whole, "a reply ended without its last part"
     except EpisodeError as error:
-        answer = [type(error).__name__, str(error)]
-    if not writer.is_closing():
-        writer.write(_frame([number, load(), *answer]))
+        if not writer.is_closing():
+            writer.write(_frame([number, load(), type(error).__name__, str(error)]))
 
 
 def _finish(
@@ -202,38 +205,50 @@ def _finish(
             writer.write(_frame([number, 0, SamplerError.__name__, f"the server failed: {error!r}"]))
 
 
-def _resolve(future: "asyncio.Future[Completion]", answer: list[Any]) -> None:
-    if len(answer) == 2:
-        kind, message = answer
-        future.set_exception(ERRORS.get(kind, SamplerError)(message))
-    else:
-        future.set_result(_unpack_completion(answer))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A request on its way: where its Parts go, and what is set at its end."""
+
+    parts: list[Part]
+    ended: "asyncio.Future[None]"
+
+    def take(self, answer: list[Any]) -> None:
+        if len(answer) == 2:
+            kind, message = answer
+            self.ended.set_exception(ERRORS.get(kind, SamplerError)(message))
+            return
+        part = _unpack_part(answer)
+        self.parts.append(part)
+        if part.finish_reason:
+            self.ended.set_result(None)
 
 
 def _pack_request(request: Request) -> list[Any]:
     params = request.params
     numbers = [params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed]
-    return [_pack_ids(request.prompt_ids), _pack_ids(request.stop_ids), numbers]
+    return [_pack_ids(request.prompt_ids), _pack_ids(request.stop_ids), numbers, request.priority, request.salt]
 
 
 def _unpack_request(fields: list[Any]) -> Request:
-    prompt, stop, (temperature, top_p, top_k, max_tokens, seed) = fields
+    prompt, stop, (temperature, top_p, top_k, max_tokens, seed), priority, salt = fields
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    return Request(prompt_ids=_unpack_ids(prompt), params=params, stop_ids=_unpack_ids(stop))
+    return Request(
+        prompt_ids=_unpack_ids(prompt), params=params, stop_ids=_unpack_ids(stop), priority=priority, salt=salt
+    )
 
 
-def _pack_completion(completion: Completion) -> list[Any]:
+def _pack_part(part: Part) -> list[Any]:
     return [
-        _pack_ids(completion.ids),
-        array("d", completion.logprobs).tobytes(),
-        [[version_label(span.version), span.num_tokens] for span in completion.spans],
-        completion.finish_reason,
+        _pack_ids(part.ids),
+        array("d", part.logprobs).tobytes(),
+        [[version_label(span.version), span.num_tokens] for span in part.spans],
+        part.finish_reason,
     ]
 
 
-def _unpack_completion(answer: list[Any]) -> Completion:
+def _unpack_part(answer: list[Any]) -> Part:
     ids, logprobs, spans, finish_reason = answer
-    return Completion(
+    return Part(
         ids=tuple(_unpack_ids(ids)),
         logprobs=tuple(array("d", logprobs)),
         spans=tuple(VersionSpan(version=parse_version(label), num_tokens=num) for label, num in spans),

@@ -1,11 +1,13 @@
 """The learner group: one actor per rank, driven as one Learner.
 
-Invariant: every verb runs on all ranks or the run ends; ranks get equal numbers of micro-batches, so none waits alone.
+Invariant: every verb runs on all ranks or raises; ranks get equal numbers of micro-batches, so none waits alone. After
+LearnerLost nothing runs until `restart`, which makes all ranks anew with the first weights: no rank outlives another.
 Called by recipes; learners/learner.py holds the numbers.
 """
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,10 +18,15 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.errors import ActorDied, LearnerLost
+from actors.weight_objects import put_stage
 from actors.weight_stage import Manifest, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
 from trajectories.schema import PolicyVersion
+
+_DEATH_NOTICE_S = 20.0
+"""How long after one rank's failure Ray may take to tell that it was another one's death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,8 @@ class LearnerGroupConfig:
     num_ranks: int = 1
     step_deadline_s: float = 3600.0
     start_deadline_s: float = 600.0
+    max_restarts: int = 3
+    """How often dead ranks are made good between two checkpoints; one more death ends the run."""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -83,6 +92,14 @@ class LearnerRank:
         """See Learner."""
         self._learner.save(directory)
 
+    def begin_save(self, directory: Path) -> None:
+        """See Learner."""
+        self._learner.begin_save(directory)
+
+    def finish_save(self) -> None:
+        """See Learner."""
+        self._learner.finish_save()
+
     def load(self, directory: Path) -> None:
         """See Learner."""
         self._learner.load(directory)
@@ -90,6 +107,10 @@ class LearnerRank:
     def save_pretrained(self, directory: Path) -> None:
         """See Learner."""
         self._learner.save_pretrained(directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """See Learner."""
+        self._learner.save_adapter(directory)
 
     def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
         """Gathers all parameters on every rank; rank 0 writes them and returns what it wrote."""
@@ -100,6 +121,10 @@ class LearnerRank:
             pass
         return None
 
+    def put_stage(self, manifest: Manifest) -> Manifest:
+        """See actors/weight_objects.py."""
+        return put_stage(manifest)
+
     def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         """See Learner.logprobs."""
         return self._learner.logprobs(ids)
@@ -108,18 +133,64 @@ class LearnerRank:
 class LearnerGroup:
     """All ranks as one Learner; made by `start_learner_group`."""
 
-    def __init__(self, config: LearnerGroupConfig, ranks: list[Any], *, world_size: int, sharding: str) -> None:
+    def __init__(
+        self, config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path, ranks: Sequence[Any] = ()
+    ) -> None:
+        """`ranks`: actors that are ranks already, in the place of those that `start` makes."""
         self._config = config
-        self._ranks = ranks
-        self.world_size = world_size
+        self._learner = learner
+        self._model = model
+        self._store = store
+        self._ranks: list[Any] = list(ranks)
+        self.num_restarts = 0
+        """Times that dead ranks were made good."""
+        self.world_size = 0
         """Number of ranks as torch.distributed reports it."""
-        self.sharding = sharding
+        self.sharding = ""
         """How torch shards the weights: the class that `fully_shard` made of the network."""
+        self.num_shares = config.num_ranks // learner.sequence_parallel
+        """Into how many parts a plan divides a step (its `num_ranks`)."""
+
+    async def start(self) -> None:
+        """Starts all ranks on the first weights; LearnerLost when one dies meanwhile."""
+        try:
+            await self._start()
+        except ActorDied as error:
+            raise LearnerLost(f"the learner did not start: {error}") from error
+
+    async def _start(self) -> None:
+        config = self._config
+        # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
+        actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
+        self._ranks = [
+            actor.remote(self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads)
+            for rank in range(config.num_ranks)
+        ]
+        limit = config.start_deadline_s
+        address = await call(self._ranks[0].rendezvous, deadline_s=limit, what="start of learner rank 0")
+        built = await asyncio.gather(
+            *(
+                call(rank.build, address, deadline_s=limit, what=f"build of learner rank {index}")
+                for index, rank in enumerate(self._ranks)
+            )
+        )
+        self.world_size, self.sharding = built[0]
+
+    async def restart(self) -> None:
+        """Ends what is left of the ranks and starts all anew, on the first weights; `load` restores a checkpoint."""
+        self.kill()
+        await self.start()
+        self.num_restarts += 1
+
+    def kill(self) -> None:
+        """Ends every rank's process."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
 
     async def forward_backward(self, plan: BatchPlan, loss: LossConfig) -> dict[str, float]:
         """Gradients of one step over all ranks; metrics are the same on each, reduced there."""
-        per_rank = await self._each("forward_backward", [(rank_plan, loss) for rank_plan in plan.ranks])
-        return per_rank[0]
+        return (await self._each("forward_backward", [(share, loss) for share in self._shares(plan)]))[0]
 
     async def optim_step(self) -> dict[str, float]:
         """One optimizer step; returns learning rate and gradient norm."""
@@ -127,39 +198,86 @@ class LearnerGroup:
 
     async def sequence_logprobs(self, plan: BatchPlan) -> list[float]:
         """Summed log-probability of each planned Sample's trained tokens, in the order of the plan, rank by rank."""
-        per_rank = await self._each("sequence_logprobs", [(rank_plan,) for rank_plan in plan.ranks])
-        return [value for values in per_rank for value in values]
+        per_rank = await self._each("sequence_logprobs", [(share,) for share in self._shares(plan)])
+        return [value for values in per_rank[:: self._learner.sequence_parallel] for value in values]
 
     async def save(self, directory: Path) -> None:
         """Writes a complete checkpoint."""
         await self._each("save", [(directory,)] * len(self._ranks))
+
+    async def begin_save(self, directory: Path) -> None:
+        """Copies the state and writes a checkpoint of it while training goes on."""
+        await self._each("begin_save", [(directory,)] * len(self._ranks))
+
+    async def finish_save(self) -> None:
+        """Waits until the checkpoint that was begun is complete."""
+        await self._each("finish_save")
 
     async def load(self, directory: Path) -> None:
         """Restores a complete checkpoint."""
         await self._each("load", [(directory,)] * len(self._ranks))
 
     async def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         await self._each("save_pretrained", [(directory,)] * len(self._ranks))
+
+    async def save_adapter(self, directory: Path) -> None:
+        """Writes the adapter alone, as a directory that peft and vLLM load."""
+        await self._each("save_adapter", [(directory,)] * len(self._ranks))
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights for servers to pull."""
         return (await self._each("stage_weights", [(directory, version)] * len(self._ranks)))[0]
 
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        """Puts what `stage_weights` wrote into Ray's object store, for nodes that share no file system."""
+        rank, deadline_s = self._ranks[0], self._config.step_deadline_s
+        return await call(rank.put_stage, manifest, deadline_s=deadline_s, what="put_stage on rank 0")
+
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of `ids` after the first under the current weights, at temperature 1."""
         return (await self._each("probe_logprobs", [(ids,)] * len(self._ranks)))[0]
 
-    async def _each(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        arguments = arguments or [()] * len(self._ranks)
-        return await asyncio.gather(
-            *(
-                call(
-                    getattr(rank, verb), *args, deadline_s=self._config.step_deadline_s, what=f"{verb} on rank {index}"
-                )
-                for index, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True))
+    def _shares(self, plan: BatchPlan) -> list[RankPlan]:
+        """One per rank; ranks that share their micro-batches get the same."""
+        if len(plan.ranks) * self._learner.sequence_parallel != self._config.num_ranks:
+            raise ValueError(
+                f"a plan for {len(plan.ranks)} ranks does not fit {self._config.num_ranks} learner ranks that share "
+                f"micro-batches by {self._learner.sequence_parallel}; plan with num_ranks={self.num_shares}"
             )
-        )
+        return [share for share in plan.ranks for _ in range(self._learner.sequence_parallel)]
+
+    async def _each(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """The verb's result on every rank; LearnerLost when one's process is gone."""
+        arguments = arguments or [()] * len(self._ranks)
+        limit = self._config.step_deadline_s
+        calls = [
+            asyncio.ensure_future(call(getattr(rank, verb), *args, deadline_s=limit, what=f"{verb} on rank {index}"))
+            for index, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True))
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except Exception as error:
+            if (death := await _death_behind(error, calls)) is not None:
+                raise LearnerLost(f"the learner is lost: {death}") from death
+            raise
+        finally:
+            for each in calls:
+                each.cancel()
+
+
+async def _death_behind(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> ActorDied | None:
+    """The death that explains a rank's failure: others see their connection to it break, often before Ray tells."""
+    deadline = time.monotonic() + _DEATH_NOTICE_S
+    pending: set[asyncio.Future[Any]] = set(calls)
+    while not isinstance(error, ActorDied):
+        limit = max(0.0, deadline - time.monotonic())
+        done, pending = await asyncio.wait(pending, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        errors = [each.exception() for each in done]
+        error = next((each for each in errors if isinstance(each, ActorDied)), error)
+        if not done or not pending:
+            break
+    return error if isinstance(error, ActorDied) else None
 
 
 @asynccontextmanager
@@ -167,21 +285,13 @@ async def start_learner_group(
     config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path
 ) -> AsyncIterator[LearnerGroup]:
     """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
-    # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
-    actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
-    ranks = [
-        actor.remote(learner, model, store, rank=rank, num_ranks=config.num_ranks, threads=config.resources.threads)
-        for rank in range(config.num_ranks)
-    ]
-    try:
-        address = await call(ranks[0].rendezvous, deadline_s=config.start_deadline_s, what="start of learner rank 0")
-        built = await asyncio.gather(
-            *(
-                call(rank.build, address, deadline_s=config.start_deadline_s, what=f"build of learner rank {index}")
-                for index, rank in enumerate(ranks)
-            )
+    if config.num_ranks % learner.sequence_parallel:
+        raise ValueError(
+            f"learner.sequence_parallel={learner.sequence_parallel} must divide learner.num_ranks={config.num_ranks}"
         )
-        yield LearnerGroup(config, ranks, world_size=built[0][0], sharding=built[0][1])
+    group = LearnerGroup(config, learner, model=model, store=store)
+    try:
+        await group.start()
+        yield group
     finally:
-        for rank in ranks:
-            ray.kill(rank)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        group.kill()

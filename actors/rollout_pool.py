@@ -1,30 +1,44 @@
 """The rollout pool: spreads Groups over rollout workers and hands back their handles.
 
-Invariant: every Group that was started ends as one handle or as one raised error; the pool is the one place that
-bounds how many rollouts run. Called by recipes: `stream` feeds a learner, `play_all` harvests and evaluates.
+Invariant: every Group that was started ends as one handle or as one raised error, whatever dies meanwhile; the pool is
+the one place that bounds how many rollouts run. Called by recipes: `stream` feeds a learner, `play_all` harvests and
+evaluates. A ledger, where one is given, learns of a Group before a worker does and of its end before anyone else.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from actors.calls import call
 from actors.cluster import Resources
+from actors.creation_gate import start_creation_gate
 from actors.errors import ClusterError
-from actors.rollout_worker import RolloutWorkerActor
-from envs.build import EpisodeConfig
+from actors.rollout_fleet import RolloutFleet
+from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
+from actors.slots import Slots
+from envs.build import EpisodeConfig, build_episode
+from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.buffer import GroupBuffer
-from trajectories.handle import GroupHandle
+from trajectories.handle import GroupHandle, Location
+from trajectories.ledger import Ledger
 from trajectories.schema import PolicyVersion
+from trajectories.store import SUFFIX
 
 logger = logging.getLogger(__name__)
+
+WorkerStarter = Callable[[int], tuple[Any, str]]
+"""From the index of a worker to its actor and the segment that it writes."""
+
+_READ_DEADLINE_S = 600.0
+"""For a worker that reads Groups back from the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +49,8 @@ class RolloutPoolConfig:
     max_rollouts: int = 256
     """Rollouts that may run at once over all workers."""
     start_deadline_s: float = 120.0
+    max_reissues: int = 3
+    """How often a Group is played again because its worker died; one more death ends the run."""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -54,51 +70,89 @@ class RolloutPool:
     """A fleet of rollout workers; made by `start_rollout_pool`."""
 
     def __init__(
-        self, config: RolloutPoolConfig, workers: list, *, sandbox: dict[str, str], group_deadline_s: float
+        self,
+        config: RolloutPoolConfig,
+        workers: list,
+        *,
+        sandbox: dict[str, str],
+        group_deadline_s: float,
+        segments: Sequence[str],
+        pids: Sequence[int],
+        start_worker: "WorkerStarter | None" = None,
+        end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
+        """`segments`: the file that each worker writes, by which the Groups of a dead one are found again.
+
+        `start_worker` makes the worker with a given index, for `add_worker`; `end_worker` ends its process.
+        """
         self._config = config
+        self._start_worker = start_worker
+        self._end_worker = end_worker
         self._group_deadline_s = group_deadline_s
-        self._workers = workers
-        self._running = [0] * len(workers)
-        self._slots = asyncio.Semaphore(config.max_rollouts)
-        self._queue = asyncio.Lock()
+        self.fleet = RolloutFleet(
+            workers,
+            segments=segments,
+            pids=pids,
+            start_deadline_s=config.start_deadline_s,
+            play_deadline_s=group_deadline_s + 60,
+            max_reissues=config.max_reissues,
+        )
+        """The workers, and what became of them."""
+        self.slots = Slots(config.max_rollouts)
+        """Resized to run more or fewer rollouts at once."""
         self.sandbox = sandbox
         """What isolates the rollouts, as the workers report it."""
+        self.num_played = 0
+        """Groups that came to their end."""
 
-    async def play(self, request: GroupRequest, size: int) -> GroupHandle:
+    async def play(self, request: GroupRequest, size: int, ledger: Ledger | None = None) -> GroupHandle:
         """Plays one Group of `size` rollouts on the least loaded worker, once there are slots for all of them."""
-        num_slots = min(size, self._config.max_rollouts)
-        async with self._queue:  # one Group gathers slots at a time, or two could each hold half of what they need
-            await self._gather(num_slots)
-        index = min(range(len(self._workers)), key=self._running.__getitem__)
-        self._running[index] += size
+        await self.slots.take(size)
         try:
-            return await call(
-                self._workers[index].play,
-                request.task,
-                request.group_id,
-                size,
-                deadline_s=self._group_deadline_s + 60,
-                what=f"group {request.group_id} on rollout worker {index}",
-            )
+            if ledger is not None:
+                ledger.run(request.group_id)
+            handle = await self.fleet.play(request.task, request.group_id, size)
+            self.num_played += 1
+            if ledger is not None:
+                ledger.finish(handle.group_id, handle.location)
+            return handle
         finally:
-            self._running[index] -= size
-            for _ in range(num_slots):
-                self._slots.release()
+            self.slots.give(size)
 
-    async def _gather(self, num_slots: int) -> None:
-        """Takes so many slots, or none when cancelled."""
-        held = 0
+    async def add_worker(self) -> int:
+        """Starts one more worker, which takes Groups from now on; returns its index."""
+        if self._start_worker is None:
+            raise ValueError("this pool was given no way to start workers; make it with start_rollout_pool")
+        index = len(self.fleet.workers)
+        worker, segment = self._start_worker(index)
         try:
-            while held < num_slots:
-                await self._slots.acquire()
-                held += 1
-        except asyncio.CancelledError:
-            for _ in range(held):
-                self._slots.release()
+            limit = self._config.start_deadline_s
+            await call(worker.ready, deadline_s=limit, what=f"start of rollout worker {index}")
+            pid = await call(worker.pid, deadline_s=limit, what=f"process of rollout worker {index}")
+        except BaseException:
+            self._end_worker(worker)
             raise
+        return self.fleet.add(worker, segment, pid)
 
-    async def play_all(self, requests: Iterable[GroupRequest], size: int) -> AsyncIterator[GroupHandle]:
+    async def remove_worker(self, index: int) -> None:
+        """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""
+        worker = await self.fleet.retire(index, deadline_s=self._group_deadline_s + 60)
+        try:
+            await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
+        finally:
+            self._end_worker(worker)
+
+    async def find(self, starts: Mapping[str, int]) -> list[GroupHandle]:
+        """Groups in the named segments of the store, each read from the byte given; a worker reads them."""
+        return await self.fleet.call_any("find", dict(starts), deadline_s=_READ_DEADLINE_S)
+
+    async def read(self, locations: Sequence[Location]) -> list[GroupHandle]:
+        """Handles of stored Groups; a worker reads them."""
+        return await self.fleet.call_any("read", list(locations), deadline_s=_READ_DEADLINE_S) if locations else []
+
+    async def play_all(
+        self, requests: Iterable[GroupRequest], size: int, ledger: Ledger | None = None
+    ) -> AsyncIterator[GroupHandle]:
         """Handles of all Groups, each as it finishes; at most one more in flight than there are slots for."""
         ahead = max(1, self._config.max_rollouts // size) + 1
         running: set[asyncio.Task[GroupHandle]] = set()
@@ -106,7 +160,7 @@ class RolloutPool:
         try:
             while True:
                 while len(running) < ahead and (request := next(waiting, None)) is not None:
-                    running.add(asyncio.create_task(self.play(request, size)))
+                    running.add(asyncio.create_task(self.play(request, size, ledger)))
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -122,9 +176,10 @@ class RolloutPool:
         size: int,
         buffer: GroupBuffer,
         oldest_served: Callable[[], PolicyVersion | None],
+        ledger: Ledger | None = None,
     ) -> AsyncIterator["RolloutStream"]:
         """A stream of Groups that feeds a learner, paced by the buffer's admission, for the length of the block."""
-        stream = RolloutStream(self, requests, size, buffer, oldest_served)
+        stream = RolloutStream(self, requests, size, buffer, oldest_served, ledger)
         issuing = asyncio.create_task(stream.issue())
         try:
             yield stream
@@ -133,7 +188,7 @@ class RolloutPool:
 
     async def close(self) -> None:
         """Flushes every worker's segment; one that cannot be reached is logged, and its segment holds what it wrote."""
-        for index, worker in enumerate(self._workers):
+        for index, worker in self.fleet.serving():
             try:
                 await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
             except ClusterError as error:
@@ -150,8 +205,10 @@ class RolloutStream:
         size: int,
         buffer: GroupBuffer,
         oldest_served: Callable[[], PolicyVersion | None],
+        ledger: Ledger | None,
     ) -> None:
         self._pool = pool
+        self._ledger = ledger
         self._requests = requests
         self._size = size
         self._buffer = buffer
@@ -162,14 +219,16 @@ class RolloutStream:
         """Starts a Group whenever admission permits one, until the Tasks end or the stream is closed."""
         running: set[asyncio.Task[None]] = set()
         try:
-            for request in self._requests:
-                await self._buffer.admit(request.group_id)
-                # Without a server that samples, whatever comes will be at the buffer's version or later.
-                self._buffer.start(request.group_id, self._oldest_served() or self._buffer.version)
-                running.add(task := asyncio.create_task(self._play(request)))
-                task.add_done_callback(running.discard)
-            while running:
-                await asyncio.wait(running)
+            while True:
+                for request in self._requests:
+                    await self._buffer.admit(request.group_id)
+                    # Without a server that samples, whatever comes will be at the buffer's version or later.
+                    self._buffer.start(request.group_id, self._oldest_served() or self._buffer.version)
+                    running.add(task := asyncio.create_task(self._play(request)))
+                    task.add_done_callback(running.discard)
+                if not running:
+                    break
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # it may bring a Task back
             self._buffer.close()
         except Exception as error:
             self._fail(error)
@@ -189,7 +248,7 @@ class RolloutStream:
 
     async def _play(self, request: GroupRequest) -> None:
         try:
-            self._buffer.put(await self._pool.play(request, self._size))
+            self._buffer.put(await self._pool.play(request, self._size, self._ledger))
         except Exception as error:
             self._fail(error)
 
@@ -207,30 +266,50 @@ async def start_rollout_pool(
     store: Path,
     prefix: str,
     model: Path | None = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | Teacher | None = None,
+    build: EpisodeBuilder = build_episode,
 ) -> AsyncIterator[RolloutPool]:
     """A pool of rollout workers that write to `store`, their segments named `prefix`-0, `prefix`-1, ...
 
-    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`.
+    A harness that needs a policy takes its tokenizer from the directory `model` and its replies from `sampler`; a
+    Teacher in its place needs no model. `build` makes each worker's Episode from the config.
     """
-    actor = RolloutWorkerActor.options(max_concurrency=1024, **config.resources.options())
-    workers = [
-        actor.remote(f"{prefix}-{index}", episode, store=store, model=model, sampler=sampler)
-        for index in range(config.num_workers)
-    ]
+    gate = start_creation_gate(episode.sandbox.creation) if episode.sandbox.is_gated else None
+    # A call that waits for room in an actor costs its caller's deadline, so there is room for every rollout.
+    actor = RolloutWorkerActor.options(
+        max_concurrency=config.max_rollouts + 16, max_restarts=-1, **config.resources.options()
+    )
+    started: list[Any] = []
+
+    def start_worker(index: int) -> tuple[Any, str]:
+        name = f"{prefix}-{index}"
+        started.append(actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate, build=build))
+        return started[-1], f"{name}{SUFFIX}"
+
     try:
+        workers, segments = zip(*map(start_worker, range(config.num_workers)), strict=True)
         provenances = [
             await call(worker.ready, deadline_s=config.start_deadline_s, what=f"start of rollout worker {index}")
             for index, worker in enumerate(workers)
         ]
-        pool = RolloutPool(config, workers, sandbox=provenances[0], group_deadline_s=episode.group_deadline_s)
+        pool = RolloutPool(
+            config,
+            list(workers),
+            sandbox=provenances[0],
+            group_deadline_s=episode.group_deadline_s,
+            segments=segments,
+            pids=[await call(worker.pid, deadline_s=30, what="process of a rollout worker") for worker in workers],
+            start_worker=start_worker,
+        )
         try:
             yield pool
         finally:
             await pool.close()
     finally:
-        for worker in workers:
-            ray.kill(worker)  # pyright: ignore[reportArgumentType]  # Ray types a proxy, not the handle it is
+        for worker in started:
+            ray.kill(worker)
+        if gate is not None:
+            gate.close()
 
 
 async def _cancel(tasks: set) -> None:

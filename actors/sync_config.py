@@ -5,9 +5,19 @@ and actors/version_proof.py.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from actors.inference_config import UpdateMode
+
+
+class Transport(StrEnum):
+    """How a stage reaches the servers."""
+
+    FILES = "files"
+    """They read it where the learner wrote it: shared memory on one node, or a file system that all nodes share."""
+    OBJECT_STORE = "object_store"
+    """Ray carries it to each node once, into shared memory there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +25,9 @@ class SyncConfig:
     """Numbers of a WeightSync."""
 
     directory: Path | None = None
-    """Where stages lie; None takes shared memory. Servers on other nodes need a file system that they share."""
+    """Where stages lie; None takes shared memory. For servers on other nodes: a file system that they share, or
+    `transport` object_store."""
+    transport: Transport = Transport.FILES
     mode: UpdateMode = UpdateMode.KEEP
     barrier: bool = True
     """True: `publish` returns when every server has the version. False: when it is staged; servers follow, and what

@@ -7,8 +7,8 @@ taken from what the learner held. Written by a learner rank, read by the servers
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -49,10 +49,12 @@ class Manifest:
     directory: Path
     tensors: tuple[StagedTensor, ...]
     num_bytes: int
+    objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Shard to its reference in Ray's object store, where servers fetch it from there (actors/weight_objects.py)."""
 
     def as_message(self) -> dict[str, Any]:
         """Plain lists, dicts and strings, for vLLM's own RPC."""
-        message = asdict(self)
+        message = asdict(replace(self, objects={}))
         return message | {"directory": str(self.directory)}
 
 
@@ -70,7 +72,7 @@ def write_stage(directory: Path, version: PolicyVersion, tensors: Iterator[tuple
     manifest = Manifest(version=version, directory=final, tensors=tuple(staged), num_bytes=num_bytes)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _drop_old(directory, newest=version)
+    drop_old(directory, newest=version)
     return manifest
 
 
@@ -189,7 +191,7 @@ def _safetensors_dtype(tensor: "torch.Tensor") -> str:
     return names[tensor.dtype]
 
 
-def _drop_old(directory: Path, *, newest: PolicyVersion) -> None:
+def drop_old(directory: Path, *, newest: PolicyVersion) -> None:
     """Keeps the newest VERSIONS_KEPT stages by version, the one just written among them."""
     stages = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
     older = [path for path in stages if path.name != version_label(newest)]

@@ -18,8 +18,8 @@ from typing import Protocol
 
 from actors.errors import ActorDied
 from actors.inference_engine import LoadReport
-from actors.inference_errors import ServerNotReady, WeightSyncError
-from actors.sync_config import SyncConfig
+from actors.inference_errors import NoServerLeft, ServerNotReady, WeightSyncError
+from actors.sync_config import SyncConfig, Transport
 from actors.version_proof import (
     Published,
     SyncedServer,
@@ -46,6 +46,10 @@ class WeightSource(Protocol):
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights under `directory`."""
+        ...
+
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        """Puts a stage into Ray's object store."""
         ...
 
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -108,19 +112,19 @@ class WeightSync:
         """Mean |server - learner| of the probe's log-probabilities, both on the same weights, over all syncs."""
         return sum(self._gaps) / len(self._gaps) if self._gaps else float("nan")
 
-    async def publish(self, version: PolicyVersion) -> dict[str, float]:
+    async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
         """Stages the source's weights as `version` and has every server load and prove them.
 
-        Returns metrics under "sync/"; without barrier those of the servers come with the next publish. Raises
-        WeightSyncTimeout naming phase and server, VersionProofError naming server and tensors, WeightSyncError when no
-        server is left.
+        With `barrier` every living server has it when this returns, whatever the config says. Returns metrics under
+        "sync/"; without barrier those of the servers come with the next publish. Raises WeightSyncTimeout naming phase
+        and server, VersionProofError naming server and tensors, NoServerLeft when all are down.
         """
         async with self._order:
             metrics = await self._settle()
             began = time.perf_counter()
             self._published = await self._stage(version)
             metrics["sync/stage_s"] = time.perf_counter() - began
-            if self._config.barrier or not self._served:
+            if barrier or self._config.barrier or not self._served:
                 return metrics | await self._roll(self._published)
             self._follower = asyncio.create_task(self._roll(self._published))
             return metrics
@@ -137,6 +141,8 @@ class WeightSync:
         config = self._config
         async with deadline(f"staging version {version_label(version)}", config.stage_timeout_s):
             manifest = await self._source.stage_weights(self._directory, version)
+            if config.transport is Transport.OBJECT_STORE:
+                manifest = await self._source.put_stage(manifest)
         ids = probe_ids(manifest, config.probe_tokens)
         async with deadline(f"the learner's probe of version {version_label(version)}", config.probe_timeout_s):
             logprobs = await self._source.probe_logprobs(ids)
@@ -161,7 +167,7 @@ class WeightSync:
                 version = version_label(published.manifest.version)
                 logger.warning("server=%s is down, version=%s waits for it: %s", server.name, version, error)
         if not reports:
-            raise WeightSyncError(f"no server took version {version_label(published.manifest.version)}: all are down")
+            raise NoServerLeft(f"no server took version {version_label(published.manifest.version)}: all are down")
         self.num_syncs += 1
         self.num_syncs_in_flight += any(report.num_in_flight for report in reports.values())
         return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._is_alarming(gaps))}

@@ -3,11 +3,14 @@
     python -m benchmarks.sandbox_churn --out benchmarks/results/sandbox_churn.json
 
 Each figure is of real bubblewrap boxes with their limits on; `load_1m` tells how busy the machine was otherwise.
+`podman_create_to_exec_ms_p50` is of containers of the podman provider in the same run, from an image of this machine's
+own programs; where podman is missing (scripts/podman.sh installs it) it is absent, and "podman" in the result says so.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +24,8 @@ from benchmarks.hardware import describe_hardware
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.sandbox import Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
+from tests.envs.containers.base_image import import_base_image
+from tests.envs.containers.podman import ENGINE_ARGS, make_podman
 
 _TASK = Task(
     id="churn",
@@ -46,6 +51,8 @@ class Config:
     """Sandboxes to keep alive at once."""
     terminals: int = 64
     """Sandboxes with a tmux each."""
+    containers: int = 20
+    """Podman containers made one after the other, for comparison."""
     soft_limits: bool = False
     """Allow a machine without writable cgroups."""
 
@@ -61,7 +68,14 @@ async def main(config: Config) -> None:
     figures |= await _measure_alive(provider, config.alive)
     figures |= {"tmux_cycles_per_s": await _measure_terminals(provider, config.terminals)}
     await provider.close()
-    result = {"hardware": hardware, "provenance": provenance, "figures": {k: round(v, 3) for k, v in figures.items()}}
+    podman_figures, podman = await _measure_podman(config.containers)
+    figures |= podman_figures
+    result = {
+        "hardware": hardware,
+        "provenance": provenance,
+        "podman": podman,
+        "figures": {k: round(v, 3) for k, v in figures.items()},
+    }
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
@@ -104,6 +118,28 @@ async def _measure_one_by_one(provider: LocalProvider, boxes: int) -> dict[str, 
         "exec_shell_ms_p50": statistics.median(shell_ms),
         "destroy_ms_p50": statistics.median(destroy_ms),
     }
+
+
+async def _measure_podman(containers: int) -> tuple[dict[str, float], str]:
+    """The podman figures and what they were measured with; no figures, and why, where there is no podman."""
+    if shutil.which("podman") is None:
+        return {}, "absent: podman is not installed; scripts/podman.sh installs it"
+    image = import_base_image("podman", ENGINE_ARGS)
+    provider = make_podman(image, run="churn")
+    version = (await provider.provenance())["version"]
+    create_ms, exec_ms = list[float](), list[float]()
+    for k in range(containers):
+        began = time.perf_counter()
+        async with provider.start(_TASK, owner=f"podman-{k}") as sandbox:
+            await sandbox.exec("/bin/true", timeout_s=60)
+            create_ms.append(_ms_since(began))
+            exec_ms += [await _timed(lambda: sandbox.exec("/bin/true", timeout_s=60)) for _ in range(5)]
+    await provider.close()
+    figures = {
+        "podman_create_to_exec_ms_p50": statistics.median(create_ms),
+        "podman_exec_ms_p50": statistics.median(exec_ms),
+    }
+    return figures, f"podman {version}, {' '.join(ENGINE_ARGS)}"
 
 
 async def _measure_churn(provider: LocalProvider, boxes: int, *, at_once: int) -> float:

@@ -5,28 +5,41 @@ actors/rollout_worker.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from envs.agent_command import AgentCommand, AgentCommandConfig
 from envs.answer import AnswerForm, AnswerHarness
 from envs.bash_tools import BashTools, BashToolsConfig
 from envs.conversation import SampledConversation, ScriptedConversation
+from envs.creation import CreationGate
 from envs.episode import Episode
+from envs.gateway.door import BOX_DIRECTORY, Door, DoorProvider
+from envs.gateway.prompts import ChatPrompts
+from envs.gateway.session import Session, SessionConfig, Sessions
 from envs.harness import Conversation, Harness
-from envs.local.provider import LocalConfig, LocalProvider
+from envs.local.staging import stage
 from envs.nop import NopHarness
 from envs.oracle import SolutionScript, oracle_conversation, script_conversation
+from envs.providers import ProviderName, SandboxConfig, build_provider
+from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
 from envs.renderer import load_renderer
 from envs.sampler import Sampler, SamplingParams
+from envs.sandbox import SandboxProvider
 from envs.task import Task
 from envs.terminus2.harness import Malformed, Terminus2
 from envs.terminus2.prompts import COMPACT, FULL, Prompts, ReplyFormat, in_format
 from envs.terminus2.summary import SummaryConfig
 from envs.timeouts import TimeoutRule
+
+ProviderBuilder = Callable[[SandboxConfig], SandboxProvider]
+Parts = tuple[SandboxProvider, Harness, Callable[[Task, str], Conversation]]
+"""What an Episode plays with."""
 
 
 class HarnessName(StrEnum):
@@ -42,13 +55,16 @@ class HarnessName(StrEnum):
     """The reference solution, played through the same terminal in the same reply format."""
     ORACLE_SCRIPT = "oracle-script"
     """The reference solution, run whole: for solutions that cannot be typed, and images without tmux."""
+    AGENT_COMMAND = "agent-command"
+    """A third-party agent inside the sandbox, on a served policy; `agent.command` says which."""
     NOP = "nop"
     """Nobody: the Verifier judges an untouched Sandbox."""
 
     @property
     def needs_policy(self) -> bool:
         """Whether a policy must be served."""
-        return self in (HarnessName.TERMINUS_2, HarnessName.BASH_TOOLS, HarnessName.ANSWER)
+        needing = (HarnessName.TERMINUS_2, HarnessName.BASH_TOOLS, HarnessName.ANSWER, HarnessName.AGENT_COMMAND)
+        return self in needing
 
 
 class PromptStyle(StrEnum):
@@ -98,7 +114,9 @@ class EpisodeConfig:
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
     keep_dir: Path | None = None
     """Artifacts and what the tests wrote stay in keep_dir/TRAJECTORY, an absolute path that every worker can write."""
-    sandbox: LocalConfig = field(default_factory=LocalConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    agent: AgentCommandConfig = field(default_factory=AgentCommandConfig)
+    """What harness agent-command runs."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
@@ -122,6 +140,15 @@ class EpisodeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
+        if (self.harness is HarnessName.AGENT_COMMAND) != bool(self.agent.command):
+            raise ValueError(
+                f"harness agent-command and agent.command go together, got {self.harness} and {self.agent.command!r}"
+            )
+        if self.harness is HarnessName.AGENT_COMMAND and self.sandbox.provider is not ProviderName.LOCAL:
+            raise ValueError(
+                f"harness agent-command needs sandbox.provider local, whose boxes see the gateway's door; "
+                f"got {self.sandbox.provider}"
+            )
 
     @property
     def terminal_prompts(self) -> Prompts:
@@ -129,19 +156,62 @@ class EpisodeConfig:
         return in_format(self.prompts.prompts, self.reply_format)
 
 
-def build_episode(config: EpisodeConfig, *, model: Path | None, sampler: Sampler | None) -> Episode:
-    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither."""
+def build_episode(
+    config: EpisodeConfig,
+    *,
+    model: Path | None,
+    sampler: Sampler | Teacher | None,
+    run: str = "unnamed",
+    gate: CreationGate | None = None,
+) -> Episode:
+    """The Episode of a worker. `model` is the policy's directory (for its tokenizer); oracle and nop need neither.
+
+    A Teacher in the place of the sampler is asked over HTTP, by text, and needs no model directory. `run` names the
+    Leases of its Sandboxes; `gate` is shared with the other workers of the run, None without limits.
+    """
+    parts = _agent_parts if config.harness is HarnessName.AGENT_COMMAND else _parts
+    provider, harness, converse = parts(config, model, sampler, partial(build_provider, run=run, gate=gate))
     return Episode(
-        provider=LocalProvider(config.sandbox),
-        harness=_harness(config),
-        converse=_converse(config, model, sampler),
+        provider=provider,
+        harness=harness,
+        converse=converse,
         agent_timeout_s=config.agent_timeout_s,
         max_agent_timeout_s=config.max_agent_timeout_s,
         timeout_rule=config.timeout_rule,
         timeout_multiplier=config.timeout_multiplier,
         max_verifier_timeout_s=config.max_verifier_timeout_s,
         keep_dir=config.keep_dir,
-        provenance={"player": str(config.harness), "model": str(model or config.harness)},
+        provenance={"player": str(config.harness), "model": _model_name(config, model, sampler)},
+    )
+
+
+def _model_name(config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None) -> str:
+    return sampler.model if isinstance(sampler, Teacher) else str(model or config.harness)
+
+
+def _parts(
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None, provide: ProviderBuilder
+) -> Parts:
+    return provide(config.sandbox), _harness(config), _converse(config, model, sampler)
+
+
+def _agent_parts(
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None, provide: ProviderBuilder
+) -> Parts:
+    """A door of this worker's own, sandboxes that see it, and sessions behind it."""
+    from envs.gateway.app import make_app  # a web framework, for those alone who open a door
+
+    if model is None or sampler is None or isinstance(sampler, Teacher):
+        raise ValueError(f"harness {config.harness} needs a served policy, whose exact tokens the gateway records")
+    prompts, sessions = ChatPrompts(load_renderer(model)), Sessions()
+    limits = SessionConfig(sampling=config.sampling, max_turns=config.max_turns, context_tokens=config.context_tokens)
+    door = Door(make_app(sessions, prompts, model=config.agent.model))
+    local = config.sandbox.local
+    local = replace(local, mounts=(*local.mounts, f"{door.directory}:{BOX_DIRECTORY}"))
+    return (
+        DoorProvider(provide(replace(config.sandbox, local=local)), door),
+        AgentCommand(config=config.agent, stage=lambda: stage(local.cache_dir)),
+        lambda task, key: sessions.add(Session(prompts, sampler, limits, key=key)),
     )
 
 
@@ -159,7 +229,7 @@ def _harness(config: EpisodeConfig) -> Harness:
 
 
 def _converse(
-    config: EpisodeConfig, model: Path | None, sampler: Sampler | None
+    config: EpisodeConfig, model: Path | None, sampler: Sampler | Teacher | None
 ) -> Callable[[Task, str], Conversation]:
     if config.harness is HarnessName.NOP:
         return lambda task, key: ScriptedConversation(())
@@ -167,6 +237,13 @@ def _converse(
         return lambda task, key: script_conversation(task)
     if config.harness is HarnessName.ORACLE:
         return lambda task, key: oracle_conversation(task, config.terminal_prompts)
+    if isinstance(sampler, Teacher):
+        if config.summarize:
+            raise ValueError(
+                "summarize needs a served policy: the context of a remote teacher is not counted here"
+            )
+        endpoint = Endpoint(sampler)
+        return lambda task, key: RemoteConversation(endpoint, config.sampling, max_turns=config.max_turns)
     if model is None or sampler is None:
         raise ValueError(f"harness {config.harness} needs a served policy")
     renderer = load_renderer(model)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from envs.errors import ContextLimit, TurnLimit
 from envs.renderer import Renderer
 from envs.sampler import Completion, Sampler, SamplingParams
-from trajectories.schema import Turn, TurnTokens
+from trajectories.schema import Turn, TurnTokens, Usage
 
 
 class SampledConversation:
@@ -37,7 +37,7 @@ class SampledConversation:
         self._max_turns = max_turns
         self._context_tokens = context_tokens
         self._key = key
-        self._log = _Log()
+        self._log = TurnLog()
         self._context = list[_Exchange]()
         self._last: _Exchange = ((), ())
 
@@ -125,7 +125,7 @@ class ScriptedConversation:
     def __init__(self, replies: Sequence[str]) -> None:
         """TurnLimit when asked for more than these."""
         self._replies = tuple(replies)
-        self._log = _Log()
+        self._log = TurnLog()
 
     @property
     def prompt(self) -> str:
@@ -152,19 +152,29 @@ class ScriptedConversation:
         return reply
 
 
-class _Log:
+class TurnLog:
     """Turns as they happen."""
 
     def __init__(self) -> None:
         self.prompt = ""
+        """The first message."""
         self.turns: list[Turn] = []
         self._replied = 0.0
 
     @property
     def was_cut(self) -> bool:
+        """Whether the last reply was cut at its token limit."""
         return bool(self.turns) and self.turns[-1].finish_reason == "length"
 
-    def record(self, message: str, asked: float, reply: str, finish_reason: str, tokens: TurnTokens | None) -> None:
+    def record(
+        self,
+        message: str,
+        asked: float,
+        reply: str,
+        finish_reason: str,
+        tokens: TurnTokens | None,
+        usage: Usage | None = None,
+    ) -> None:
         """Completes the last Turn with its observation and adds the new one; `asked` is a time.monotonic()."""
         if self.turns:
             self.turns[-1] = replace(self.turns[-1], observation=message, execute_s=asked - self._replied)
@@ -178,6 +188,7 @@ class _Log:
                 finish_reason=finish_reason,
                 tokens=tokens,
                 sample_s=self._replied - asked,
+                usage=usage,
             )
         )
 

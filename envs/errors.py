@@ -7,12 +7,16 @@ EpisodeError
 |   +-- SandboxRefused  this machine cannot isolate; the message names the failed step, errno and remedy
 +-- SandboxDied         the sandbox died from inside: its policy killed it            -> agent_error
 +-- MalformedReply      a reply cannot be parsed and the harness does not ask again   -> agent_error
++-- AgentFailed         a third-party agent ended with an error                      -> agent_error
 +-- HarnessTimeout      the agent's time is over                                      -> agent_timeout
 +-- TurnLimit           the Turn limit is reached                                     -> turn_limit
 +-- ContextLimit        the next prompt does not fit the context                      -> context_limit
 +-- SamplerError        no Completion came                                            -> sampler_error
 +-- VerifierError       no valid reward came                                          -> verifier_error
 +-- GroupDeadline       the time of its group is over                                 -> cancelled
+BudgetExceeded          a teacher's budget is spent; ends the run with what is done kept
+AgentCommandError       a third-party agent never came to ask for a reply; ends the run
+TeacherRefused          a teacher will never answer: wrong key, model or field; ends the run
 TaskError               a Task is malformed, or asks for what no episode plays; raised before any work starts
 """
 
@@ -43,6 +47,12 @@ class SandboxDied(EpisodeError):
 
 class MalformedReply(EpisodeError):
     """A reply cannot be parsed, and the harness is configured not to ask again."""
+
+    outcome = Outcome.AGENT_ERROR
+
+
+class AgentFailed(EpisodeError):
+    """A third-party agent ended with an error after it had begun."""
 
     outcome = Outcome.AGENT_ERROR
 
@@ -81,6 +91,18 @@ class GroupDeadline(EpisodeError):
     """The time of its Group is over."""
 
     outcome = Outcome.CANCELLED
+
+
+class BudgetExceeded(RuntimeError):
+    """What a teacher may cost is spent: the run ends with what is done kept, and the rest is not played."""
+
+
+class AgentCommandError(ValueError):
+    """An agent's program ended badly before its first request: its command or its installation is wrong."""
+
+
+class TeacherRefused(ValueError):
+    """A teacher's endpoint will never answer such a request: a wrong key, model or field."""
 
 
 class TaskError(ValueError):

@@ -7,17 +7,30 @@ Outcome `cancelled`. Called by rollout workers (actors/rollout_worker.py) and by
 import asyncio
 
 from envs.episode import Episode, run_episode
+from envs.errors import AgentCommandError, BudgetExceeded, TeacherRefused
 from envs.task import Task
-from trajectories.schema import Group
+from trajectories.schema import Group, Trajectory
 
 
 async def run_group(task: Task, *, size: int, episode: Episode, group_id: str, deadline_s: float) -> Group:
     """The Group of `size` rollouts, run concurrently for at most `deadline_s` seconds and the stop of their sandboxes.
 
-    Members are named `{group_id}.{member}`. A bug in any of them cancels the others and propagates (an ExceptionGroup).
+    Members are named `{group_id}.{member}`. A bug in any of them cancels the others and propagates (an ExceptionGroup),
+    but for AgentCommandError, BudgetExceeded and TeacherRefused, which end the run as themselves.
     """
     if size < 1:
         raise ValueError(f"size must be >= 1, got {size}")
+    try:
+        members = await _run_members(task, size, episode, group_id, deadline_s)
+    except ExceptionGroup as errors:
+        endings, bugs = errors.split((AgentCommandError, BudgetExceeded, TeacherRefused))
+        if bugs is None and endings is not None:
+            raise endings.exceptions[0] from None
+        raise
+    return Group(id=group_id, task_id=task.id, trajectories=tuple(members))
+
+
+async def _run_members(task: Task, size: int, episode: Episode, group_id: str, deadline_s: float) -> list[Trajectory]:
     async with asyncio.TaskGroup() as rollouts:
         members = [
             rollouts.create_task(
@@ -32,4 +45,4 @@ async def run_group(task: Task, *, size: int, episode: Episode, group_id: str, d
             )
             for member in range(size)
         ]
-    return Group(id=group_id, task_id=task.id, trajectories=tuple(member.result() for member in members))
+    return [member.result() for member in members]

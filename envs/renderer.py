@@ -1,7 +1,8 @@
 """Renderer: messages to token ids, so that what was sampled is exactly what the next prompt holds.
 
-Invariant: ids once sampled are never made again from text; a next prompt only appends to them. Whatever a model or a
-terminal wrote stays text: it never becomes a special token. Called by envs/conversation.py and by recipes for SFT.
+Invariant: ids once sampled are never made again from text; a next prompt appends to them, or, where the template drops
+earlier thinking, leaves some out. Whatever a model or a terminal wrote stays text: it never becomes a special token.
+Called by envs/conversation.py and by recipes for SFT.
 
 It reads a model directory's tokenizer.json and chat template with `tokenizers` and `jinja2`, for the AutoTokenizer of
 transformers imports torch, which no rollout worker needs. A test compares the prompts with `apply_chat_template`.
@@ -18,6 +19,9 @@ from typing import Any, NoReturn, Protocol, cast
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from envs.generation_block import GenerationBlock
+from envs.thinking import THINK_END, ids_without_thinking, without_thinking
 
 Message = Mapping[str, str]
 """{"role": "user" | "assistant" | "system", "content": text}."""
@@ -63,10 +67,11 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """The Renderer for any prefix-stable chat template; TemplateRefused at construction for the others.
+    """The Renderer for chat templates that keep history as it was; TemplateRefused at construction for the others.
 
-    Prefix-stable: what follows an assistant message depends only on the messages after it, never on those before, and
-    the message itself stands in the history exactly as it was sampled.
+    What follows an assistant message must depend only on the messages after it, never on those before. The message
+    itself must stand in the history as it was sampled, or, in templates like Qwen3's, without its thinking: then each
+    reply that thought is followed by a break.
     """
 
     tokenizer: Tokenizer
@@ -89,6 +94,11 @@ class ChatRenderer:
         """The end token of the template, then the others."""
         return (self._end_id, *(i for i in self.eos_ids if i != self._end_id))
 
+    @property
+    def end_token(self) -> str:
+        """How the token is spelled that ends an assistant message."""
+        return self.tokenizer.get_added_tokens_decoder()[self._end_id].content
+
     def first(self, prompt: str) -> tuple[int, ...]:
         """Ids of the rendered first user message and the assistant header."""
         return tuple(self._encode(lambda words: self._render([_user(words)]), prompt))
@@ -96,27 +106,43 @@ class ChatRenderer:
     def next(
         self, context_ids: Sequence[int], sampled_ids: Sequence[int], observation: str
     ) -> tuple[int, tuple[int, ...]]:
-        """Keeps everything, and appends what closes the reply, the observation and the assistant header.
+        """Keeps what the template keeps, and appends what closes the reply, the observation and the assistant header.
 
         A reply that was cut lacks its end token: that token is then among the new ids, so it is not trained.
         """
         closing = self._encode(self._after_reply, observation)
         if sampled_ids and sampled_ids[-1] == self._end_id:
             closing = closing[1:]
+        if self.drops_thinking:
+            kept = ids_without_thinking(sampled_ids, self._spell)
+            if len(kept) < len(sampled_ids):
+                return len(context_ids), (*kept, *closing)
         return len(context_ids) + len(sampled_ids), tuple(closing)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the stop token at their end."""
         kept = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        return self.tokenizer.decode(list(kept), skip_special_tokens=False)
+        return self._spell(kept)
+
+    @cached_property
+    def drops_thinking(self) -> bool:
+        """Whether the template leaves the thinking of a reply out once it is history."""
+        return self._first_rewritten(lambda reply: reply) is not None
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """The ids of a reply written by someone else than the policy, end token included."""
-        return (*self._plain.encode(text, add_special_tokens=False).ids, self._end_id)
+        return (*self.encode_text(text, is_words=True), self._end_id)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message."""
+        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message.
+
+        TemplateRefused when the template would drop thinking from it: then no one sequence holds every reply.
+        """
         _check_turns(messages)
+        last_reply = (len(messages) - 2) // 2 * 2 + 1
+        thoughts = [m for m in messages[1:last_reply:2] if THINK_END in m["content"]]
+        if self.drops_thinking and thoughts:
+            raise TemplateRefused(_unstable(THINK_END))
         ids: list[int] = []
         mask: list[bool] = []
         reply: tuple[int, ...] = ()
@@ -129,8 +155,23 @@ class ChatRenderer:
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
+    def render_text(self, messages: Sequence[Message], *, is_open: bool, marks: tuple[str, str] = ("", "")) -> str:
+        """The template's text; `is_open` ends it with the header of a reply.
+
+        `marks` stand where a `{% generation %}` block of the template begins and ends. jinja2's TemplateError when the
+        template refuses these messages.
+        """
+        values = {"messages": list(messages), "add_generation_prompt": is_open, **self.special}
+        return (
+            compile_template(self.template, marks).render(**values) if any(marks) else self._compiled.render(**values)
+        )
+
+    def encode_text(self, text: str, *, is_words: bool = False) -> list[int]:
+        """Ids of text; of `is_words` special tokens are ordinary characters."""
+        return (self._plain if is_words else self.tokenizer).encode(text, add_special_tokens=False).ids
+
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._compiled.render(messages=list(messages), add_generation_prompt=True, **self.special)
+        return self.render_text(messages, is_open=True)
 
     def _after_reply(self, observation: str) -> str:
         """The text between an assistant message's words and the next reply."""
@@ -140,20 +181,23 @@ class ChatRenderer:
     def _encode(self, render: Callable[[str], str], words: str) -> list[int]:
         """Ids of `render(words)`: special tokens where the template wrote them, never where `words` spell one."""
         text = render(words)
-        if not self._special_pattern.search(words):
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not self.special_pattern.search(words):
+            return self.encode_text(text)
         before, after = render(_PLACEHOLDER).split(_PLACEHOLDER)
         ids: list[int] = []
         done = 0
-        for match in self._special_pattern.finditer(text, len(before), len(text) - len(after)):
-            ids += self.tokenizer.encode(text[done : match.start()], add_special_tokens=False).ids
-            ids += self._plain.encode(match.group(), add_special_tokens=False).ids
+        for match in self.special_pattern.finditer(text, len(before), len(text) - len(after)):
+            ids += self.encode_text(text[done : match.start()])
+            ids += self.encode_text(match.group(), is_words=True)
             done = match.end()
-        return ids + self.tokenizer.encode(text[done:], add_special_tokens=False).ids
+        return ids + self.encode_text(text[done:])
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
     def _compiled(self) -> Any:
-        return _compile(self.template)
+        return compile_template(self.template)
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -163,7 +207,8 @@ class ChatRenderer:
         return plain
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches any special token as it is spelled."""
         tokens = self.tokenizer.get_added_tokens_decoder().values()
         spellings = sorted((t.content for t in tokens if t.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
@@ -179,18 +224,24 @@ class ChatRenderer:
 
     def _refuse_unstable(self) -> None:
         """Plays three replies, one with thinking, and compares each prompt with what appending gives."""
-        replies = ("a", "<think>\nw\n</think>\n\nb", "c")
         try:
-            text = self._render([_user("u0")])
-            messages = [_user("u0")]
-            for k, reply in enumerate(replies, start=1):
-                messages += [_assistant(reply), _user(f"u{k}")]
-                text += reply + self._after_reply(f"u{k}")
-                if self._render(messages) != text:
-                    raise TemplateRefused(_unstable(reply))
+            rewritten = self._first_rewritten(lambda reply: reply)
+            if rewritten is not None and self._first_rewritten(without_thinking) is not None:
+                raise TemplateRefused(_unstable(rewritten))
         except TemplateError as error:
             raise TemplateRefused(f"the chat template failed on plain user and assistant turns: {error}") from error
         _ = self._end_id
+
+    def _first_rewritten(self, as_history: Callable[[str], str]) -> str | None:
+        """The first of the replies that the template's history holds otherwise than `as_history` makes it."""
+        text = self._render([_user("u0")])
+        messages = [_user("u0")]
+        for k, reply in enumerate(("a", "<think>\nw\n</think>\n\nb", "c"), start=1):
+            messages += [_assistant(reply), _user(f"u{k}")]
+            text += as_history(reply) + self._after_reply(f"u{k}")
+            if self._render(messages) != text:
+                return reply
+        return None
 
 
 def load_renderer(directory: str | Path, *, template: str | None = None) -> ChatRenderer:
@@ -229,11 +280,12 @@ def _spelling(token: object) -> str:
     return str(cast(dict[str, Any], token)["content"]) if isinstance(token, dict) else str(token)
 
 
-def _compile(source: str) -> Any:
+def compile_template(source: str, marks: tuple[str, str] = ("", "")) -> Any:
     """The template as transformers compiles it: trimmed blocks, loop controls, `raise_exception`, plain `tojson`."""
     environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
+    environment.generation_marks = marks
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     return environment.from_string(source)
@@ -254,7 +306,7 @@ def _check_turns(messages: Sequence[Message]) -> None:
 
 
 def _unstable(reply: str) -> str:
-    what = "thinking" if "<think>" in reply else "an assistant message"
+    what = "thinking" if THINK_END in reply else "an assistant message"
     return (
         f"the chat template rewrites {what} once it is history, so prompts cannot append to sampled tokens; "
         "give a template that keeps every assistant message as it was sampled"

@@ -1,23 +1,25 @@
-"""Attention over packed Samples, registered with transformers under the name `PACKED_ATTENTION`.
+"""Attention over packed Samples.
 
 Invariant: a token attends to its own Sample's earlier tokens and to nothing else, whatever lies beside it.
-Called by transformers' decoder layers, which hand down the PackedLayout that learners/packing.py built.
+Called by decoder layers (learners/hugging_face.py registers it with transformers), which hand down the PackedLayout
+that learners/packing.py built.
 
 Everything but attention runs on the flat [T] tokens without padding. Attention alone is computed per bucket of
 Samples of like length, right-padded inside the kernel's input: under a causal mask no real token sees what is to its
 right, so the padding changes nothing, and no [T, T] mask is ever made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
-PACKED_ATTENTION = "thresher_packed"
+from learners.sequence_parallel import SequenceParallel
+
 BUCKET_FILL = 0.85
 """A Sample shorter than this share of its bucket's longest opens the next bucket: padding stays under 15%."""
 
@@ -44,6 +46,10 @@ class PackedLayout:
     lengths: tuple[int, ...]
     """Tokens of each Sample, longest first."""
     buckets: tuple[Bucket, ...]
+    boundaries: Tensor
+    """[Samples + 1] int32: where each Sample starts, and where the last one ends."""
+    parallel: SequenceParallel | None = None
+    """Ranks that hold a slice of these tokens each; None where this rank holds all of them."""
 
 
 def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
@@ -60,7 +66,8 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
             bucket = _bucket(lengths[first:last], start, device)
             buckets.append(bucket)
             start, first = bucket.stop, last
-    return PackedLayout(lengths=tuple(lengths), buckets=tuple(buckets))
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedLayout(lengths=tuple(lengths), buckets=tuple(buckets), boundaries=boundaries)
 
 
 def _bucket(lengths: Sequence[int], start: int, device: torch.device | str) -> Bucket:
@@ -105,6 +112,26 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
+Kernel = Callable[[PackedLayout, Tensor, Tensor, Tensor, float], Tensor]
+"""(layout, query [T, heads, dim], key and value [T, kv heads, dim], scale) -> [T, heads, dim]."""
+
+
+def attend_buckets(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """PyTorch's own attention, bucket by bucket."""
+    sizes = [bucket.stop - bucket.start for bucket in layout.buckets]
+    parts = zip(layout.buckets, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    outputs = [_attend(*part, scaling) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_flash(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The variable-length kernel of the flash-attn package, on GPUs in half precision."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    ends = (layout.boundaries, layout.boundaries, layout.lengths[0], layout.lengths[0])
+    return flash_attn_varlen_func(query, key, value, *ends, causal=True, softmax_scale=scaling)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -114,6 +141,7 @@ def packed_attention(
     *,
     layout: PackedLayout,
     scaling: float,
+    kernel: Kernel = attend_buckets,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -131,10 +159,11 @@ def packed_attention(
             f"a sliding window of {sliding_window} tokens is not supported for Samples of {layout.lengths[0]}; "
             "lower the context limit below the window"
         )
-    sizes = [bucket.stop - bucket.start for bucket in layout.buckets]
-    queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
-    outputs = [_attend(*part, scaling) for part in zip(layout.buckets, queries, keys, values, strict=True)]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    if layout.parallel is None:
+        return kernel(layout, query, key, value, scaling).unsqueeze(0), None
+    attended = kernel(layout, *layout.parallel.to_heads(query, key, value), scaling)
+    return layout.parallel.to_tokens(attended).unsqueeze(0), None
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -156,11 +185,3 @@ def _pad(states: Tensor, bucket: Bucket) -> Tensor:
     if bucket.slots is not None:
         states = _Spread.apply(states, bucket.slots, bucket.num_samples * bucket.longest)
     return states.reshape(bucket.num_samples, bucket.longest, *states.shape[1:]).transpose(1, 2)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The layout says all; building a mask would cost [T, T]."""
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

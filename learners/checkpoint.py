@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from learners.process_group import new_group
+
 COMPLETE = "COMPLETE"
 """Marker file, written last; holds the progress and what the weights look like."""
-FORMAT = 1
+FORMAT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -28,30 +32,83 @@ class CheckpointError(Exception):
     """The directory is no checkpoint that this Learner can load; the message says why."""
 
 
-def save_checkpoint(
-    directory: Path,
-    weights: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    progress: Mapping[str, int],
-    *,
-    rank: int,
-) -> None:
-    """Writes beside `directory` and renames when everything is on disk; an older checkpoint there is replaced."""
-    partial = directory.with_name(directory.name + ".partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    _fill_moments(optimizer)
-    state = _state(weights, optimizer)
-    state[f"rng/{rank}"] = torch.get_rng_state()
-    state_dict_saver.save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
-    dist.barrier()
-    if rank == 0:
-        marker = {"format": FORMAT, "shapes": _shapes_digest(weights), "progress": dict(progress)}
-        _write_synced(partial / COMPLETE, json.dumps(marker))
-        _replace(partial, directory)
-    dist.barrier()
+class CheckpointWriter:
+    """Writes the checkpoints of one rank, one at a time; all ranks call the same verbs together."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        # Its own group: the collectives of a checkpoint in the background must not meet those of training.
+        group = new_group(backend="gloo")
+        assert group is not None
+        self._group = group
+        self._pending: Future[None] | None = None
+
+    def save(
+        self,
+        directory: Path,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, int],
+    ) -> None:
+        """Writes beside `directory` and renames when everything is on disk; an older checkpoint there is replaced."""
+        self.finish()
+        partial, state = self._prepare(directory, weights, optimizer)
+        writer = FileSystemWriter(partial, sync_files=True)
+        state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
+        self._commit(partial, directory, _shapes_digest(weights), dict(progress))
+
+    def begin(
+        self,
+        directory: Path,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, int],
+    ) -> None:
+        """As `save`, but returns when the state is copied to host memory; a thread writes the copy."""
+        self.finish()
+        partial, state = self._prepare(directory, weights, optimizer)
+        writer = FileSystemWriter(partial, sync_files=True)
+        written = state_dict_saver.async_save(state, storage_writer=writer, process_group=self._group)
+        assert isinstance(written, Future)
+        commit = (partial, directory, _shapes_digest(weights), dict(progress))
+        pending = self._pending = Future[None]()
+        threading.Thread(target=self._commit_when, args=(written, pending, commit), daemon=True).start()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that was begun, if one was; raises what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()  # ends: the group that its collectives run in has a timeout
+
+    def _prepare(
+        self, directory: Path, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> tuple[Path, dict[str, Tensor]]:
+        """The directory to write into, empty and there on all ranks, and what to write."""
+        partial = directory.with_name(directory.name + ".partial")
+        if self._rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier(group=self._group)
+        _fill_moments(optimizer)
+        return partial, _state(weights, optimizer) | _random_state(self._rank)
+
+    def _commit_when(self, written: "Future[Any]", pending: "Future[None]", commit: tuple[Any, ...]) -> None:
+        try:
+            written.result()
+            self._commit(*commit)
+        except BaseException as error:  # handed to whoever waits in `finish`
+            pending.set_exception(error)
+        else:
+            pending.set_result(None)
+
+    def _commit(self, partial: Path, directory: Path, shapes: str, progress: dict[str, int]) -> None:
+        dist.barrier(group=self._group)
+        if self._rank == 0:
+            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+            marker = {"format": FORMAT, "shapes": shapes, "progress": progress, "files": files}
+            _write_synced(partial / COMPLETE, json.dumps(marker))
+            _replace(partial, directory)
+        dist.barrier(group=self._group)
 
 
 def load_checkpoint(
@@ -71,12 +128,25 @@ def load_checkpoint(
         raise CheckpointError(
             f"{directory} lacks {sorted(missing)[0]} and {len(missing) - 1} more; was `freeze` changed?"
         )
-    if f"rng/{rank}" in saved:
-        state[f"rng/{rank}"] = torch.get_rng_state()
-    state_dict_loader.load(state, storage_reader=reader)
+    random_state = {name: tensor for name, tensor in _random_state(rank).items() if name in saved}
+    state_dict_loader.load(state | random_state, storage_reader=reader)
+    _set_random_state(random_state, rank)
+    return marker["progress"]
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    state = {f"rng/{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"rng-cuda/{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, Tensor], rank: int) -> None:
+    """Ranks that the checkpoint did not have keep their own."""
     if f"rng/{rank}" in state:
         torch.set_rng_state(state[f"rng/{rank}"])
-    return marker["progress"]
+    if f"rng-cuda/{rank}" in state:
+        torch.cuda.set_rng_state(state[f"rng-cuda/{rank}"])
 
 
 def _state(weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -111,6 +181,12 @@ def _read_marker(directory: Path) -> dict[str, Any]:
     marker = json.loads(path.read_text())
     if marker.get("format") != FORMAT:
         raise CheckpointError(f"{directory} has format {marker.get('format')}, this version reads {FORMAT}")
+    for name, num_bytes in marker["files"].items():
+        size = (directory / name).stat().st_size if (directory / name).is_file() else None
+        if size != num_bytes:
+            raise CheckpointError(
+                f"{directory} is torn: {name} has {size} bytes instead of {num_bytes}; choose an earlier one"
+            )
     return marker
 
 

@@ -1,10 +1,11 @@
-"""Decoder layers of the Llama family with fewer passes over memory, for training on CPUs.
+"""Decoder layers of the Llama family that keep less for the backward and pass over memory less often, for CPUs.
 
 Invariant: the same function as transformers' own layers (Llama, Mistral, Qwen2, Qwen3), parameters and names untouched;
 a test compares outputs and gradients. Called by learners/model.py; on GPUs other kernels do this.
 
-Measured on one AVX512 core, 8,192 tokens, float32, forward and backward: RMSNorm of width 128 10.6 -> 3.9 ms, rotary
-embedding 8.5 -> 3.8 ms, SwiGLU of width 256 12.2 -> 7 ms.
+A layer keeps its input, the queries, keys and values, what attention gave, its middle, and the two halves of the MLP:
+about 10 numbers a token and unit of width for SmolLM2, where transformers' own keep 20. What is cheap is computed
+again in the backward: norms, the activation, their products. No matrix product runs twice.
 """
 
 from types import MethodType
@@ -14,76 +15,80 @@ import torch
 from torch import Tensor, nn
 
 from learners.attention import PackedLayout, packed_attention
+from learners.fused_linear import add_gated_mlp, normed_linears, rms_norm
 
 LAYER_TYPES = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
 
 def use_cpu_layers(decoder: nn.Module) -> bool:
-    """Replaces the forward of norms, attention and MLPs below `decoder`; leaves another family alone and says False."""
+    """Replaces the forward of the layers and norms of `decoder`.
+
+    False, and nothing changed, for another family or where a projection is more than a plain linear map (an adapter).
+    """
     layers = list(getattr(decoder, "layers", []))
-    if not layers or any(type(layer).__name__ not in LAYER_TYPES for layer in layers):
-        return False
-    if any(layer.mlp.act_fn.__class__.__name__ not in ("SiLU", "SiLUActivation") for layer in layers):
+    if not layers or not all(_is_known(layer) for layer in layers):
         return False
     for module in decoder.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_norm_forward, module)
     for layer in layers:
-        layer.self_attn.forward = MethodType(_attention_forward, layer.self_attn)
-        layer.mlp.forward = MethodType(_mlp_forward, layer.mlp)
+        layer.forward = MethodType(_layer_forward, layer)
     return True
 
 
+def _is_known(layer: Any) -> bool:
+    if type(layer).__name__ not in LAYER_TYPES:
+        return False
+    if layer.mlp.act_fn.__class__.__name__ not in ("SiLU", "SiLUActivation"):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    inner = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, *inner)
+    return all(type(linear) is nn.Linear for linear in linears) and all(linear.bias is None for linear in inner)
+
+
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return self.down_proj(_SwiGlu.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
-
-
-def _attention_forward(
+def _layer_forward(
     self: Any,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
     *,
+    position_embeddings: tuple[Tensor, Tensor],
     layout: PackedLayout,
     **_unused: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """hidden_states [1, T, width] -> [1, T, width]."""
-    heads = (1, hidden_states.shape[1], -1, self.head_dim)
-    query, key, value = (linear(hidden_states).view(heads) for linear in (self.q_proj, self.k_proj, self.v_proj))
-    if hasattr(self, "q_norm"):
-        query, key = self.q_norm(query), self.k_norm(key)
-    cos, sin = (table.unsqueeze(2) for table in position_embeddings)
+    hidden_TH = hidden_states[0]
+    attended_TH = _attend(self, hidden_TH, position_embeddings, layout)
+    middle_TH = torch.addmm(hidden_TH, attended_TH, self.self_attn.o_proj.weight.t())
+    norm, mlp = self.post_attention_layernorm, self.mlp
+    return add_gated_mlp(
+        middle_TH,
+        norm.weight,
+        norm.variance_epsilon,
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+    )
+
+
+def _attend(layer: Any, hidden_TH: Tensor, tables: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
+    """[T, heads * dim]: what attention gives, before the output projection."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    weights = [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
+    projected = normed_linears(hidden_TH, norm.weight, norm.variance_epsilon, *weights)
+    heads = (1, hidden_TH.shape[0], -1, attention.head_dim)
+    query, key, value = (states.view(heads) for states in projected)
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    cos, sin = (table.unsqueeze(2) for table in tables)
     query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    attended, _ = packed_attention(self, query, key, value, None, layout=layout, scaling=self.scaling)
-    return self.o_proj(attended.flatten(2)), None
-
-
-class _RmsNorm(torch.autograd.Function):
-    """y = weight * x / rms(x); with x^ = x / rms(x), the gradient of x is (w g - x^ mean(w g x^)) / rms(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        normed = x * inverse
-        ctx.save_for_backward(normed, weight, inverse)
-        return (normed.to(x.dtype)) * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        normed, weight, inverse = ctx.saved_tensors
-        grad = grad.contiguous()
-        product = grad * normed
-        width = product.shape[-1]
-        rows = product.view(-1, width)
-        grad_weight = rows.sum(0)
-        mean = (rows @ weight.to(rows.dtype)).div_(-width).view(inverse.shape)
-        grad_x = torch.mul(grad, weight, out=product) if product.dtype == grad.dtype else (grad * weight).float()
-        return grad_x.addcmul_(normed, mean).mul_(inverse).to(grad.dtype), grad_weight.to(weight.dtype), None
+    attended, _ = packed_attention(attention, query, key, value, None, layout=layout, scaling=attention.scaling)
+    return attended[0].flatten(1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -91,36 +96,18 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        ctx.save_for_backward(cos, signed)
-        return _rotate(x, cos, signed)
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, signed = ctx.saved_tensors
-        return _rotate(grad.contiguous(), cos, -signed), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad.contiguous(), cos, sin, -1), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     half = x.shape[-1] // 2
-    return (x * cos).addcmul_(torch.cat((x[..., half:], x[..., :half]), -1), signed)
-
-
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up, keeping sigmoid(gate) so that the backward computes no exponential."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        sigmoid = torch.sigmoid(gate)
-        ctx.save_for_backward(gate, up, sigmoid)
-        return (gate * sigmoid).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up, sigmoid = ctx.saved_tensors
-        silu = gate * sigmoid
-        grad_up = grad * silu
-        # d silu / d gate = sigmoid + silu (1 - sigmoid)
-        slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
-        return slope.mul_(grad).mul_(up), grad_up
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out

@@ -6,7 +6,8 @@ Called by learners/learner.py and learners/models.py.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -33,16 +34,23 @@ def save_pretrained(
         for _ in weights:
             pass
         return
+    with written_directory(directory) as partial:
+        dtype = _write_shards(weights, partial)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+        for name in COPIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+
+
+@contextmanager
+def written_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write into, beside `directory`; it takes that one's place when all is written."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    dtype = _write_shards(weights, partial)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
+    yield partial
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)

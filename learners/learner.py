@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learners.checkpoint import load_checkpoint, save_checkpoint
-from learners.config import LearnerConfig, LossConfig
+from learners.checkpoint import CheckpointWriter, load_checkpoint
+from learners.config import LearnerConfig, LossConfig, RatioLevel
 from learners.export import save_pretrained
-from learners.losses import SUMMED, metric_sums, metrics_from_sums, token_loss
-from learners.model import COMPUTE_DTYPE, full_tensor, load_policy, reshard
-from learners.optimizer import NonFiniteGradients, build_optimizer, learning_rate
-from learners.packing import PackedBatch, WeightedSample, pack
+from learners.lora import is_adapter, merged_weights, save_adapter
+from learners.loss_metrics import SUMMED, metric_sums, metrics_from_sums
+from learners.losses import token_loss
+from learners.model import COMPUTE_DTYPE, compute_device, full_tensor, load_policy, reshard
+from learners.optimizer import NonFiniteGradients, build_optimizer, describe_nonfinite, learning_rate
+from learners.packing import PackedBatch, WeightedSample, is_here, pack, share
 from learners.plan import RankPlan, SampleRef
 from learners.process_group import init_process_group
+from learners.reference import Reference, embedding_rows
+from learners.sequence_parallel import join_sequence_parallel
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
 
@@ -43,13 +47,20 @@ class Learner:
             init_process_group()
         if not dist.is_initialized() or dist.get_world_size() != world_size:
             raise ValueError(f"call init_process_group with world_size={world_size} on every rank first")
-        self._config = config
+        self._config = config = config.for_run_of(None)
         self._model = model
         self._rank = rank
         self._world_size = world_size
+        self._parallel = join_sequence_parallel(config.sequence_parallel, rank=rank, world_size=world_size)
         self._network = load_policy(config, model, world_size=world_size)
-        self._device = next(self._network.parameters()).device
+        self._device = compute_device()
         self._optimizer = build_optimizer(config, self._network.named_weights())
+        self._writer = CheckpointWriter(rank=rank)
+        self._reference = None
+        if config.reference is not None:
+            self._reference = Reference(
+                config, config.reference, num_embeddings=embedding_rows(self._network), world_size=world_size
+            )
         self._has_gradient = False
         self._nonfinite_in_a_row = 0
         self.step = 0
@@ -65,22 +76,34 @@ class Learner:
     def forward_backward(self, plan: RankPlan, loss: LossConfig, store: Path) -> dict[str, float]:
         """Adds the gradients of this rank's share; metrics of the whole step over all ranks.
 
-        May be called several times before `optim_step` if the plans' weights were made for all of them.
+        ValueError for a ratio at sequence level where ranks share sequences: each would see its own tokens only.
+
+        May be called several times before `optim_step` if the plans' weights were made for all of them. Ranks that
+        share micro-batches (`sequence_parallel`) get the same plan.
         """
+        if self._parallel is not None and loss.ratio_level is RatioLevel.SEQUENCE:
+            raise ValueError("loss.ratio_level sequence needs learner.sequence_parallel 1; use ratio_level token")
         sums = torch.zeros(len(SUMMED), dtype=torch.float64)
         largest_ratio = 0.0
         reader = _Reader(store)
         for refs in plan.micro_batches:
-            batch = pack(reader.read(refs), self._device)
+            batch = self._share(pack(reader.read(refs), self._device))
             logprobs_N, entropy_N = self._network(batch, loss.temperature)
-            result = token_loss(loss, logprobs_N, batch.behaviour_N, batch.advantages_N)
+            result = token_loss(
+                loss,
+                logprobs_N,
+                batch.behaviour_N,
+                batch.advantages_N,
+                members_N=batch.members_N,
+                reference_N=self._reference_logprobs(batch, loss),
+            )
             # FSDP averages gradients over ranks; the weights are made for a sum.
             (torch.dot(result.loss_N, batch.weights_N) * self._world_size).backward()
             sums += metric_sums(result, batch.weights_N, logprobs_N, batch.behaviour_N, entropy_N)
             if result.ratio_N is not None and result.ratio_N.numel():
                 largest_ratio = max(largest_ratio, float(result.ratio_N.max()))
             self._has_gradient = True
-        return metrics_from_sums(loss.kind, *self._reduce(sums, largest_ratio))
+        return metrics_from_sums(loss, *self._reduce(sums, largest_ratio))
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step on the gradients added so far; NonFiniteGradients after too many bad ones in a row."""
@@ -89,6 +112,7 @@ class Learner:
             group["lr"] = rate
         norm = self._clip() if self._has_gradient else 0.0
         is_finite = bool(np.isfinite(norm))
+        where = "" if is_finite else describe_nonfinite(self._network.named_weights())
         is_skipped = not (self._has_gradient and is_finite)
         if not is_skipped:
             self._optimizer.step()
@@ -98,9 +122,9 @@ class Learner:
         self.num_skipped += is_skipped
         self._nonfinite_in_a_row = 0 if is_finite else self._nonfinite_in_a_row + 1
         if self._nonfinite_in_a_row >= self._config.max_nonfinite_steps:
-            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row)
+            raise NonFiniteGradients(self.step, self._nonfinite_in_a_row, where)
         if not is_finite:
-            logger.warning("step=%s skipped: gradient norm %s", self.step, norm)
+            logger.warning("step=%s skipped: gradient norm %s in %s", self.step, norm, where)
         return {
             "optim/lr": rate,
             "optim/grad_norm": norm,
@@ -133,22 +157,40 @@ class Learner:
         A tied lm_head comes once, as the embedding.
         """
         dtype = COMPUTE_DTYPE[self._config.precision]
-        for name, parameter in self._network.named_weights():
-            yield name, full_tensor(parameter).to("cpu", dtype)
+        for name, tensor in self._whole_weights():
+            yield name, tensor.to("cpu", dtype)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM load."""
+        """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         save_pretrained(self.export_weights(), source=self._model, directory=directory, is_writer=self._rank == 0)
+        dist.barrier()
+        if self._config.lora.rank:
+            self.save_adapter(directory / "adapter")
+
+    def save_adapter(self, directory: Path) -> None:
+        """Writes the adapter alone, as a directory that peft and vLLM load beside the base model."""
+        if not self._config.lora.rank:
+            raise ValueError("there is no adapter to save: learner.lora.rank is 0; use save_pretrained")
+        weights = self._network.named_weights()
+        adapters = ((name, full_tensor(weight).to("cpu")) for name, weight in weights if is_adapter(name))
+        save_adapter(adapters, self._config.lora, base=self._model, directory=directory, is_writer=self._rank == 0)
         dist.barrier()
 
     def save(self, directory: Path) -> None:
         """Writes a complete checkpoint: weights, optimizer, step, skipped steps and random state."""
-        progress = {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
-        save_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, progress, rank=self._rank)
+        self._writer.save(directory, self._checkpointed_weights(), self._optimizer, self._progress())
+
+    def begin_save(self, directory: Path) -> None:
+        """Copies what a checkpoint holds and writes it while training goes on; `finish_save` says when it is there."""
+        self._writer.begin(directory, self._checkpointed_weights(), self._optimizer, self._progress())
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that `begin_save` began; raises what kept it from being written."""
+        self._writer.finish()
 
     def load(self, directory: Path) -> None:
         """Restores a complete checkpoint, saved by any number of ranks; CheckpointError when it is not one of ours."""
-        progress = load_checkpoint(directory, dict(self._network.named_weights()), self._optimizer, rank=self._rank)
+        progress = load_checkpoint(directory, self._checkpointed_weights(), self._optimizer, rank=self._rank)
         self.step = progress["step"]
         self.num_skipped = progress["num_skipped"]
         self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
@@ -157,9 +199,39 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, batch: PackedBatch) -> Tensor:
-        logprobs_N, _ = self._network(batch, 1.0)
+        """[N] of the whole micro-batch, on every rank that shares it."""
+        here_N, _ = self._network(self._share(batch), 1.0)
         reshard(self._network)
+        if self._parallel is None:
+            return here_N
+        logprobs_N = here_N.new_zeros(batch.targets_N.numel())
+        logprobs_N[is_here(batch, self._parallel)] = here_N
+        dist.all_reduce(logprobs_N, group=self._parallel.group)
         return logprobs_N
+
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        return batch if self._parallel is None else share(batch, self._parallel)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(self._network.named_weights())
+        if self._config.lora.rank:
+            yield from merged_weights(weights, self._config.lora, full_tensor)
+            return
+        for name, weight in weights.items():
+            yield name, full_tensor(weight)
+
+    def _checkpointed_weights(self) -> dict[str, torch.nn.Parameter]:
+        """All weights, or the adapters alone where nothing else is trained."""
+        weights = dict(self._network.named_weights())
+        return {name: weight for name, weight in weights.items() if not self._config.lora.rank or is_adapter(name)}
+
+    def _progress(self) -> dict[str, int]:
+        return {"step": self.step, "num_skipped": self.num_skipped, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+
+    def _reference_logprobs(self, batch: PackedBatch, loss: LossConfig) -> Tensor | None:
+        if self._reference is None or not loss.kl_coef:
+            return None
+        return self._reference.logprobs(batch, loss.temperature)
 
     def _clip(self) -> float:
         """The gradient norm over all ranks before it was scaled down."""

@@ -1,17 +1,18 @@
-"""Losses: pure functions from log-probabilities and advantages to one loss per token, and their metrics.
+"""Losses: pure functions from log-probabilities and advantages to one loss per token.
 
-Invariant: a loss is summed with weights that the plan fixed for the whole optimizer step (1 / trained tokens of the
-step for the token mean), so splitting a step over micro-batches and ranks changes nothing.
-Called by learners/learner.py; constants in LossConfig.
+Invariant: a loss is summed with weights that the plan fixed for the whole optimizer step (learners/plan.py), so
+splitting a step over micro-batches and ranks changes nothing.
+Called by learners/learner.py; constants in LossConfig; learners/loss_metrics.py reads the results.
 
-With l_t the learner's log-probability of trained token t, b_t the recorded one, A_t the advantage of its Trajectory
-and r_t = exp(l_t - b_t):
+With l_t the learner's log-probability of trained token t, b_t the recorded one, q_t the reference's and A_t the
+advantage of its Trajectory:
 
-    CROSS_ENTROPY  -l_t                                                       each reference response's likelihood
-    REINFORCE      -A_t l_t                                                   Williams 1992; arXiv 2402.14740 eq. 6
-    CLIPPED        -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)            PPO, arXiv 1707.06347 eq. 7
-                   and at most -c A_t where A_t < 0                           dual clip, arXiv 1912.09729 eq. 5
-    TRUNCATED      -stop_gradient(min(r_t, C)) A_t l_t                        truncated importance sampling
+    CROSS_ENTROPY  -l_t                                        each reference response's likelihood
+    REINFORCE      -A_t l_t                                    Williams 1992; arXiv 2402.14740 eq. 6
+    CLIPPED, TRUNCATED, MASKED                                 learners/corrections.py, with the ratio
+        r_t = exp(l_t - b_t)                                   at token level
+        r_t = exp(sum of l - b over the Sample of t)           at sequence level
+    + kl_coef * KL(l_t, q_t)                                   learners/kl.py
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learners.config import LossConfig, LossKind
-
-LOG_RATIO_LIMIT = 20.0
-"""|l_t - b_t| is clamped here before exp: no float32 overflow, and no 0 * inf in the gradient of a clipped token."""
+from learners import corrections
+from learners.config import LossConfig, LossKind, RatioLevel
+from learners.corrections import Corrected
+from learners.kl import LOG_RATIO_LIMIT, kl_penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,47 +31,80 @@ class TokenLoss:
     """One loss per trained token, and what is known of the tokens."""
 
     loss_N: Tensor
-    """[N] float32, differentiable."""
-    ratio_N: Tensor | None
+    """[N] float32, differentiable; the penalty included."""
+    ratio_N: Tensor | None = None
     """[N] float32 importance ratios, detached; None for cross-entropy."""
-    clipped_N: Tensor | None
-    """[N] bool: tokens whose gradient clipping or truncation changed; None where nothing can clip."""
+    corrected: Corrected | None = None
+    """Which tokens the correction touched; None where nothing corrects."""
+    reference_kl_N: Tensor | None = None
+    """[N] float32 divergence from the reference, detached; None without one."""
+
+    @property
+    def clipped_N(self) -> Tensor | None:
+        """[N] bool: tokens whose gradient the correction changed; None where nothing corrects."""
+        if self.corrected is None:
+            return None
+        return self.corrected.is_low_N | self.corrected.is_high_N | self.corrected.is_dual_N
 
 
-def token_loss(config: LossConfig, logprobs_N: Tensor, behaviour_N: Tensor, advantages_N: Tensor) -> TokenLoss:
-    """The loss of each trained token; all arguments [N] float32, `behaviour_N` and `advantages_N` without gradient.
+def token_loss(
+    config: LossConfig,
+    logprobs_N: Tensor,
+    behaviour_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    members_N: Tensor | None = None,
+    reference_N: Tensor | None = None,
+) -> TokenLoss:
+    """The loss of each trained token; tensors [N] float32, only `logprobs_N` with gradient.
 
-    ValueError when the loss needs recorded log-probabilities and one is not finite (NaN marks one never recorded).
+    `members_N` [N] int64 says which Sample of the micro-batch each token belongs to, needed at sequence level;
+    `reference_N` holds the reference's log-probabilities, needed with kl_coef. ValueError when a loss lacks what it
+    needs: recorded log-probabilities that are not finite (NaN marks one never recorded), members or a reference.
     """
+    loss = _policy_loss(config, logprobs_N, behaviour_N, advantages_N, members_N)
+    if not config.kl_coef:
+        return loss
+    if reference_N is None:
+        raise ValueError(
+            f"kl_coef={config.kl_coef:g} needs a reference policy; give the Learner one by learner.reference"
+        )
+    penalty_N = kl_penalty(config.kl_estimator, logprobs_N, reference_N)
+    return TokenLoss(
+        loss_N=loss.loss_N + config.kl_coef * penalty_N,
+        ratio_N=loss.ratio_N,
+        corrected=loss.corrected,
+        reference_kl_N=penalty_N.detach(),
+    )
+
+
+def _policy_loss(
+    config: LossConfig, logprobs_N: Tensor, behaviour_N: Tensor, advantages_N: Tensor, members_N: Tensor | None
+) -> TokenLoss:
     if config.kind is LossKind.CROSS_ENTROPY:
-        return TokenLoss(loss_N=-logprobs_N, ratio_N=None, clipped_N=None)
+        return TokenLoss(loss_N=-logprobs_N)
     _require_recorded(config.kind, behaviour_N)
-    log_ratio_N = (logprobs_N - behaviour_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_N = _log_ratio(config, logprobs_N - behaviour_N, members_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     match config.kind:
         case LossKind.REINFORCE:
-            return TokenLoss(loss_N=-advantages_N * logprobs_N, ratio_N=log_ratio_N.detach().exp(), clipped_N=None)
+            return TokenLoss(loss_N=-advantages_N * logprobs_N, ratio_N=ratio_N.detach())
         case LossKind.CLIPPED:
-            return _clipped(config, log_ratio_N.exp(), advantages_N)
+            corrected = corrections.clipped(config, ratio_N, advantages_N)
         case LossKind.TRUNCATED:
-            ratio_N = log_ratio_N.detach().exp()
-            weight_N = ratio_N.clamp(max=config.truncation)
-            return TokenLoss(
-                loss_N=-weight_N * advantages_N * logprobs_N, ratio_N=ratio_N, clipped_N=ratio_N > config.truncation
-            )
+            corrected = corrections.truncated(config, ratio_N, advantages_N, logprobs_N)
+        case LossKind.MASKED:
+            corrected = corrections.masked(config, ratio_N, advantages_N, logprobs_N)
+    return TokenLoss(loss_N=corrected.loss_N, ratio_N=ratio_N.detach(), corrected=corrected)
 
 
-def _clipped(config: LossConfig, ratio_N: Tensor, advantages_N: Tensor) -> TokenLoss:
-    plain_N = ratio_N * advantages_N
-    bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
-    objective_N = torch.minimum(plain_N, bounded_N)
-    floor_N = config.dual_clip * advantages_N
-    is_floored_N = (advantages_N < 0) & (objective_N < floor_N)
-    objective_N = torch.where(is_floored_N, floor_N, objective_N)
-    return TokenLoss(
-        loss_N=-objective_N,
-        ratio_N=ratio_N.detach(),
-        clipped_N=((bounded_N < plain_N) | is_floored_N).detach(),
-    )
+def _log_ratio(config: LossConfig, log_ratio_N: Tensor, members_N: Tensor | None) -> Tensor:
+    """[N]: each token's own, or that of its whole Sample."""
+    if config.ratio_level is RatioLevel.TOKEN:
+        return log_ratio_N
+    if members_N is None:
+        raise ValueError("ratio_level sequence needs to know which Sample each token belongs to; pass members_N")
+    num_samples = int(members_N.max()) + 1 if members_N.numel() else 0
+    return log_ratio_N.new_zeros(num_samples).index_add(0, members_N, log_ratio_N)[members_N]
 
 
 def _require_recorded(kind: LossKind, behaviour_N: Tensor) -> None:
@@ -80,55 +114,3 @@ def _require_recorded(kind: LossKind, behaviour_N: Tensor) -> None:
             f"loss {kind} needs the recorded log-probability of every trained token, and {num_missing} of "
             f"{behaviour_N.numel()} are not finite; train Samples without log-probabilities with cross_entropy"
         )
-
-
-SUMMED = ("num_tokens", "loss", "entropy", "gap", "ratio", "ratio_squared", "clipped", "kl")
-"""What `metric_sums` adds up, in order."""
-
-
-def metric_sums(
-    loss: TokenLoss, weights_N: Tensor, logprobs_N: Tensor, behaviour_N: Tensor, entropy_N: Tensor
-) -> Tensor:
-    """[len(SUMMED)] float64 sums over these tokens, to be added over micro-batches and ranks."""
-    zero = torch.zeros((), dtype=torch.float64)
-    sums = {
-        "num_tokens": torch.tensor(float(logprobs_N.numel()), dtype=torch.float64),
-        "loss": (loss.loss_N.detach().double() * weights_N).sum(),
-        "entropy": entropy_N.detach().double().sum(),
-    }
-    if loss.ratio_N is not None:
-        log_ratio_N = (logprobs_N.detach() - behaviour_N).double()
-        ratio_N = loss.ratio_N.double()
-        sums["gap"] = log_ratio_N.abs().sum()
-        sums["ratio"] = ratio_N.sum()
-        sums["ratio_squared"] = ratio_N.square().sum()
-        sums["kl"] = (ratio_N - 1 - log_ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum()
-    if loss.clipped_N is not None:
-        sums["clipped"] = loss.clipped_N.double().sum()
-    return torch.stack([sums.get(name, zero).to("cpu") for name in SUMMED])
-
-
-def metrics_from_sums(kind: LossKind, sums: Tensor, largest_ratio: float) -> dict[str, float]:
-    """Flat metrics of a whole step from the sums over all its tokens.
-
-    train/loss is the aggregated loss; train/ess is (sum r)^2 / (n sum r^2), 1 when every token is on-policy; train/kl
-    estimates KL(behaviour | learner) by r - 1 - log r.
-    """
-    totals = dict(zip(SUMMED, sums.tolist(), strict=True))
-    num_tokens = totals["num_tokens"]
-    metrics = {"train/num_tokens": num_tokens, "train/loss": totals["loss"]}
-    if not num_tokens:
-        return metrics
-    metrics["train/entropy"] = totals["entropy"] / num_tokens
-    if kind is LossKind.CROSS_ENTROPY:
-        return metrics
-    metrics |= {
-        "train/logprob_gap_mean": totals["gap"] / num_tokens,
-        "train/ratio_mean": totals["ratio"] / num_tokens,
-        "train/ratio_max": largest_ratio,
-        "train/kl": totals["kl"] / num_tokens,
-        "train/ess": totals["ratio"] ** 2 / (num_tokens * totals["ratio_squared"]),
-    }
-    if kind is not LossKind.REINFORCE:
-        metrics["train/clip_fraction"] = totals["clipped"] / num_tokens
-    return metrics

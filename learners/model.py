@@ -1,33 +1,44 @@
-"""The policy network: a Hugging Face causal language model, sharded by FSDP2, that answers in log-probabilities.
+"""The policy network: a causal language model, sharded by FSDP2, that answers in log-probabilities.
 
 Invariant: parameters keep their Hugging Face names, master weights are float32 shards, and the logits of a whole
-sequence never exist. Called by learners/learner.py.
+sequence never exist. Called by learners/learner.py and benchmarks.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learners.attention import PACKED_ATTENTION
 from learners.config import LearnerConfig, Precision
-from learners.cpu_layers import use_cpu_layers
 from learners.logprobs import token_logprobs
 from learners.packing import PackedBatch
 
 COMPUTE_DTYPE = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 
+class CausalLm(Protocol):
+    """What is asked of a causal language model: transformers' own have it."""
+
+    lm_head: nn.Linear
+
+    def get_decoder(self) -> Any:
+        """The module below the head; its `layers` are sharded one by one."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(Hugging Face name, parameter)."""
+        ...
+
+
 class PolicyNetwork(nn.Module):
     """Packed tokens in, log-probability and entropy of each trained token out."""
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, causal_lm: CausalLm, chunk_tokens: int) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._chunk_tokens = chunk_tokens
@@ -59,18 +70,32 @@ def load_policy(config: LearnerConfig, model: Path, *, world_size: int) -> Polic
 
     ValueError when `freeze` names nothing in it. Every rank reads the whole directory.
     """
-    if not (model / "config.json").is_file():
-        raise ValueError(f"{model}: no config.json; give a directory saved with save_pretrained")
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
-    )
-    if config.activation_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if not torch.cuda.is_available():
-        use_cpu_layers(causal_lm.get_decoder())
+    from learners.hugging_face import load_causal_lm  # where no transformers is installed, other models still train
+
+    if config.cpu_offload and not torch.cuda.is_available():
+        raise ValueError("learner.cpu_offload moves a GPU's state to host memory, and this machine has no GPU")
+    causal_lm = load_causal_lm(config, model)
     _freeze(causal_lm, config.freeze)
-    network = PolicyNetwork(causal_lm.train(), config.chunk_tokens).to(_device())
-    _shard(network, config, world_size)
+    network = PolicyNetwork(causal_lm, config.chunk_tokens)
+    if config.cpu_offload:
+        _move_buffers(network)
+    else:
+        network.to(compute_device())
+    return shard(network, config, world_size)
+
+
+def shard(network: PolicyNetwork, config: LearnerConfig, world_size: int) -> PolicyNetwork:
+    """The same network with its parameters sharded in place over all ranks, layer by layer."""
+    mesh = init_device_mesh(compute_device().type, (world_size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPE[config.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for layer in network.causal_lm.get_decoder().layers:
+        fully_shard(layer, **options)
+    fully_shard(network, **options)
     return network
 
 
@@ -87,31 +112,22 @@ def reshard(network: PolicyNetwork) -> None:
             module.reshard()
 
 
-def _device() -> torch.device:
+def compute_device() -> torch.device:
+    """Where this rank computes, wherever its state lies."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _freeze(causal_lm: PreTrainedModel, names: tuple[str, ...]) -> None:
+def _move_buffers(network: PolicyNetwork) -> None:
+    """Parameters stay for FSDP to bring when they are needed; it leaves buffers where they are."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(compute_device()))
+
+
+def _freeze(causal_lm: CausalLm, names: tuple[str, ...]) -> None:
     for part in names:
         frozen = [parameter for name, parameter in causal_lm.named_parameters() if part in name]
         if not frozen:
             raise ValueError(f"freeze={part!r} matches no parameter of the model; see its names in model.safetensors")
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _layers(network: PolicyNetwork) -> nn.ModuleList:
-    layers = network.causal_lm.get_decoder().layers
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
-def _shard(network: PolicyNetwork, config: LearnerConfig, world_size: int) -> None:
-    mesh = init_device_mesh(_device().type, (world_size,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPE[config.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    for layer in _layers(network):
-        fully_shard(layer, **options)
-    fully_shard(network, **options)

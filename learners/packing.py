@@ -5,13 +5,14 @@ as if it stood alone. Called by learners/learner.py for each micro-batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from learners.attention import PackedLayout, packed_layout
+from learners.sequence_parallel import SequenceParallel
 from trajectories.samples import Sample
 
 
@@ -78,6 +79,43 @@ def pack(samples: Sequence[WeightedSample], device: torch.device | str = "cpu") 
         num_samples=len(samples),
         **{name: torch.from_numpy(column).to(device) for name, column in columns.items()},
     )
+
+
+def share(batch: PackedBatch, parallel: SequenceParallel) -> PackedBatch:
+    """The slice of `batch` that this rank of `parallel` computes: equally many tokens on each, and the trained ones
+    whose predictor lies there.
+
+    Untrained Samples of one token fill up to a multiple of the ranks.
+    """
+    device = batch.ids_T.device
+    num_fillers = -batch.ids_T.numel() % parallel.size
+    layout = packed_layout([*batch.layout.lengths, *[1] * num_fillers], device)
+    fillers = torch.zeros(num_fillers, dtype=torch.int64, device=device)
+    num_here = _tokens_per_rank(batch, parallel)
+    start = parallel.rank * num_here
+    is_here_N = is_here(batch, parallel)
+    return PackedBatch(
+        ids_T=torch.cat([batch.ids_T, fillers])[start : start + num_here],
+        positions_T=torch.cat([batch.positions_T, fillers])[start : start + num_here],
+        layout=replace(layout, parallel=parallel),
+        predictors_N=batch.predictors_N[is_here_N] - start,
+        targets_N=batch.targets_N[is_here_N],
+        behaviour_N=batch.behaviour_N[is_here_N],
+        advantages_N=batch.advantages_N[is_here_N],
+        weights_N=batch.weights_N[is_here_N],
+        members_N=batch.members_N[is_here_N],
+        num_samples=batch.num_samples,
+    )
+
+
+def is_here(batch: PackedBatch, parallel: SequenceParallel) -> Tensor:
+    """[N] bool: the trained tokens of the whole `batch` whose predictor lies in this rank's slice."""
+    num_here = _tokens_per_rank(batch, parallel)
+    return batch.predictors_N // num_here == parallel.rank
+
+
+def _tokens_per_rank(batch: PackedBatch, parallel: SequenceParallel) -> int:
+    return -(-batch.ids_T.numel() // parallel.size)
 
 
 def _filler() -> Sample:

@@ -3,15 +3,20 @@
 Invariant: made from sizes alone; every rank gets equally many micro-batches, none over `max_tokens`, and the weights
 of the whole step are fixed here, so how it is split changes nothing. Called by recipes; read by learner ranks, which
 fetch the tokens. No torch.
+
+With T trained tokens and S sequences in the step, and T_i of the tokens in sequence i, a token of sequence i weighs
+
+    TOKEN_MEAN 1 / T        SEQUENCE_MEAN 1 / (S T_i)        SEQUENCE_MEAN_TOKEN_SUM 1 / S
 """
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from learners.advantages import Advantages, leave_one_out
-from trajectories.handle import GroupHandle, Location
+from learners.advantages import LEAVE_ONE_OUT, Advantages
+from learners.config import Aggregation
+from trajectories.handle import GroupHandle, Location, MemberSummary
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Treatment
 from trajectories.validity import member_rewards
 
@@ -39,7 +44,7 @@ class SampleRef:
     """Index among the Samples of that Trajectory."""
     advantage: float
     weight: float
-    """Factor of each trained token's loss: 1 / trained tokens of the step."""
+    """Factor of each trained token's loss."""
     num_tokens: int
     num_trained: int
 
@@ -59,7 +64,7 @@ class BatchPlan:
     ranks: tuple[RankPlan, ...]
     num_samples: int
     num_tokens: int
-    """The denominator of the token mean: trained tokens of all valid members of Groups that carry gradient."""
+    """Trained tokens of all valid members of Groups that carry gradient: the denominator of the token mean."""
     metrics: Mapping[str, float]
 
     def in_given_order(self, values: Iterable[float]) -> list[float]:
@@ -72,39 +77,51 @@ class BatchPlan:
 def plan_batch(
     groups: Sequence[GroupHandle],
     *,
-    advantages: Advantages = leave_one_out,
+    advantages: Advantages = LEAVE_ONE_OUT,
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN,
     treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
+    has_penalty: bool = False,
     num_ranks: int,
     max_tokens: int,
+    group_weights: Sequence[float] | None = None,
 ) -> BatchPlan:
-    """The plan of one policy-gradient step.
+    """The plan of one policy-gradient step; `group_weights` scale the Advantages of each Group, and no denominator.
 
-    The token mean counts every trained token of every valid member of a Group that carries gradient, members with
-    advantage 0 among them; those and Groups without gradient are not computed, since their gradient is 0.
+    Denominators count every valid member of a Group that carries gradient (its trained tokens, or, if it has any, 1 as
+    a sequence), members with advantage 0 among them; those and Groups without gradient are not computed, since their
+    gradient is 0. With `has_penalty` (a loss with a KL term) every valid member has a gradient, and all are computed.
     """
-    refs: list[SampleRef] = []
-    num_counted = num_silent = 0
-    for group in groups:
-        group_advantages = advantages(member_rewards(group, treatments))
-        if not any(group_advantages):
-            num_silent += 1
-            continue
-        num_counted += sum(
-            branch.num_trained
-            for member, advantage in zip(group.members, group_advantages, strict=True)
-            if advantage is not None
-            for branch in member.branches
-        )
-        refs += _group_refs(group, group_advantages)
+    by_group = _scaled(advantages([member_rewards(group, treatments) for group in groups]), group_weights)
+    is_trained = (lambda value: value is not None) if has_penalty else bool
+    trained = [(group, values) for group, values in zip(groups, by_group, strict=True) if any(map(is_trained, values))]
+    lengths = [
+        [0 if value is None else _num_trained(member) for member, value in zip(group.members, values, strict=True)]
+        for group, values in trained
+    ]
+    weigh = _weights(aggregation, [length for of_group in lengths for length in of_group])
+    refs = [
+        ref
+        for (group, values), of_group in zip(trained, lengths, strict=True)
+        for ref in _group_refs(group, values, [weigh(length) for length in of_group])
+        if has_penalty or ref.advantage
+    ]
     metrics = {
-        "plan/groups_trained": float(len(groups) - num_silent),
-        "plan/groups_without_gradient": float(num_silent),
+        "plan/groups_trained": float(len(trained)),
+        "plan/groups_without_gradient": float(len(groups) - len(trained)),
     }
+    num_counted = sum(length for of_group in lengths for length in of_group)
     return _plan(refs, num_counted, num_ranks=num_ranks, max_tokens=max_tokens, metrics=metrics)
 
 
-def plan_samples(samples: Sequence[SizedSample], *, num_ranks: int, max_tokens: int) -> BatchPlan:
-    """The plan of one SFT step on stored Samples; the token mean counts every trained token of all of them."""
+def plan_samples(
+    samples: Sequence[SizedSample],
+    *,
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN,
+    num_ranks: int,
+    max_tokens: int,
+) -> BatchPlan:
+    """The plan of one SFT step on stored Samples, each a sequence of its own."""
+    weigh = _weights(aggregation, [sample.num_trained for sample in samples])
     refs = [
         SampleRef(
             index=-1,
@@ -112,7 +129,7 @@ def plan_samples(samples: Sequence[SizedSample], *, num_ranks: int, max_tokens: 
             member=None,
             branch=0,
             advantage=1.0,
-            weight=0.0,
+            weight=weigh(sample.num_trained),
             num_tokens=sample.num_tokens,
             num_trained=sample.num_trained,
         )
@@ -122,8 +139,36 @@ def plan_samples(samples: Sequence[SizedSample], *, num_ranks: int, max_tokens: 
     return _plan(refs, num_trained, num_ranks=num_ranks, max_tokens=max_tokens, metrics={})
 
 
-def _group_refs(group: GroupHandle, advantages: Sequence[float | None]) -> list[SampleRef]:
-    """The Samples of a Group that have a gradient."""
+def _scaled(
+    by_group: list[list[float | None]], group_weights: Sequence[float] | None
+) -> Sequence[Sequence[float | None]]:
+    if group_weights is None:
+        return by_group
+    return [
+        [None if value is None else value * weight for value in values]
+        for values, weight in zip(by_group, group_weights, strict=True)
+    ]
+
+
+def _num_trained(member: MemberSummary) -> int:
+    return sum(branch.num_trained for branch in member.branches)
+
+
+def _weights(aggregation: Aggregation, lengths: Sequence[int]) -> Callable[[int], float]:
+    """From a sequence's trained tokens to the weight of each; `lengths` are those of all sequences that count."""
+    num_tokens = max(sum(lengths), 1)
+    num_sequences = max(sum(length > 0 for length in lengths), 1)
+    match aggregation:
+        case Aggregation.TOKEN_MEAN:
+            return lambda _: 1 / num_tokens
+        case Aggregation.SEQUENCE_MEAN:
+            return lambda length: 1 / (num_sequences * max(length, 1))
+        case Aggregation.SEQUENCE_MEAN_TOKEN_SUM:
+            return lambda _: 1 / num_sequences
+
+
+def _group_refs(group: GroupHandle, advantages: Sequence[float | None], weights: Sequence[float]) -> list[SampleRef]:
+    """The Samples of a Group's valid members; one weight a member."""
     return [
         SampleRef(
             index=-1,
@@ -131,12 +176,12 @@ def _group_refs(group: GroupHandle, advantages: Sequence[float | None]) -> list[
             member=member,
             branch=branch,
             advantage=advantage,
-            weight=0.0,
+            weight=weight,
             num_tokens=size.num_tokens,
             num_trained=size.num_trained,
         )
-        for member, (summary, advantage) in enumerate(zip(group.members, advantages, strict=True))
-        if advantage
+        for member, (summary, advantage, weight) in enumerate(zip(group.members, advantages, weights, strict=True))
+        if advantage is not None
         for branch, size in enumerate(summary.branches)
         if size.num_trained
     ]
@@ -147,7 +192,7 @@ def _plan(
 ) -> BatchPlan:
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
-    weighted = [replace(ref, index=index, weight=1 / max(num_counted, 1)) for index, ref in enumerate(refs)]
+    weighted = [replace(ref, index=index) for index, ref in enumerate(refs)]
     bins = balanced_bins([ref.num_tokens for ref in weighted], num_ranks=num_ranks, max_tokens=max_tokens)
     ranks = tuple(
         RankPlan(micro_batches=tuple(tuple(weighted[index] for index in bin_) for bin_ in bins[rank::num_ranks]))

@@ -13,6 +13,15 @@ from torch._C._distributed_c10d import HashStore
 DEFAULT_TIMEOUT_S = 600.0
 
 
+def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup | None:
+    """A further group of `ranks` (None: all), with the deadline of the first; None on ranks outside it.
+
+    Every rank of the first group must call this, for every group, in the same order.
+    """
+    group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 def init_process_group(
     address: str | None = None, *, rank: int = 0, world_size: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> int:

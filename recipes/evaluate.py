@@ -21,14 +21,15 @@ from typing import Any
 from actors.cluster import ClusterConfig, start_cluster
 from actors.rollout_pool import RolloutPoolConfig
 from envs.build import EpisodeConfig, PromptStyle
+from envs.remote_sampler import Teacher
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from recipes.export import harbor_job_of
 from recipes.harbor_config import read_harbor_job
 from recipes.launch import launch
-from recipes.play import Served, play_tasks, player_of, serve
+from recipes.play import TEACHER_LIMITS, Served, play_tasks, player_of, serve
 from recipes.policies import PolicyConfig
-from recipes.run import Run
+from recipes.run import Run, finished_summary
 from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
 from trajectories.harbor_job import write_harbor_job
@@ -56,6 +57,8 @@ class Config:
     """Also leave the sampled attempts as a Harbor job directory here."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    teacher: Teacher = field(default_factory=Teacher)
+    """An OpenAI-compatible endpoint that plays instead of the policy, through harness terminus-2."""
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     wandb: bool = False
@@ -68,16 +71,19 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Evaluates and returns the summary that it wrote."""
-    with Run.open(config.run, config, wandb=config.wandb) as run:
+    if (done := finished_summary(config.run, config, TEACHER_LIMITS)) is not None:
+        print(f"{config.run} is finished: solved {done['solved']:.4f}; nothing to do")
+        return done
+    with Run.open(config.run, config, wandb=config.wandb, may_differ=TEACHER_LIMITS) as run:
         tasks = resolve_tasks(config.tasks, limit=config.limit)
-        player = player_of(config.policy, config.episode)
+        player = player_of(config.policy, config.episode, config.teacher)
         async with start_cluster(config.cluster), serve(player, config.policy.pool) as served:
             summary = await _evaluate(config, run, tasks, served, config.episode, attempts=config.attempts)
             if config.greedy:
                 greedy = dataclasses.replace(config.episode.sampling, temperature=0.0)
                 episode = dataclasses.replace(config.episode, sampling=greedy)
                 summary["greedy"] = await _evaluate(config, run, tasks, served, episode, attempts=1)
-        run.summary(summary)
+        run.summary(summary | {"finished": "budget_exceeded" not in summary})
         if config.harbor_job is not None:
             trajectories = (each for _, group in scan(config.run / "store") for each in group.trajectories)
             write_harbor_job(trajectories, config.harbor_job, harbor_job_of(config.run))

@@ -51,6 +51,14 @@ class EventLog:
             self._wandb.finish()
 
 
+def read_history(directory: Path) -> list[tuple[int, dict[str, float]]]:
+    """(step, metrics) of a run so far, in the order of steps: the last line of each, without what was not finite."""
+    path = directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last = {row["step"]: {k: v for k, v in row.items() if k not in OWN_KEYS and v is not None} for row in rows}
+    return sorted(last.items())
+
+
 def _cut_torn_line(path: Path) -> None:
     """A writer that was killed may have left half a line, and the next one would be glued to it."""
     if not path.exists():

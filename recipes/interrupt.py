@@ -15,15 +15,18 @@ from typing import Any, TypeVar
 
 from actors.errors import ClusterError
 from envs.errors import EpisodeError
+from recipes.watchdog import STALLED, Stalled
 from trajectories.buffer import EndOfTasks
+from trajectories.ledger import LedgerError
 from trajectories.store import StoreError
 
 T = TypeVar("T")
 
-EXPECTED = (ValueError, OSError, EpisodeError, StoreError, ClusterError, EndOfTasks)
+EXPECTED = (ValueError, OSError, EpisodeError, StoreError, LedgerError, ClusterError, EndOfTasks, Stalled)
 """What a user can mend: a wrong value, a full disk, a machine that cannot isolate, a wait that came to its end."""
 
 INTERRUPTED = 130
+
 _FAILED = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PACKAGES = ("__main__", "trajectories", "envs", "learners", "curation", "actors", "recipes", "benchmarks")
@@ -32,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_until_interrupted(main: Awaitable[Any]) -> int:
-    """The exit code: 0 done, 2 after an expected error (one line on stderr), 130 interrupted. Bugs propagate."""
+    """The exit code: 0 done, 2 after an expected error (one line on stderr), 3 stalled, 130 interrupted.
+
+    Bugs propagate.
+    """
     configure_logging()
     interruption = _Interruption()
     try:
@@ -46,21 +52,25 @@ def run_until_interrupted(main: Awaitable[Any]) -> int:
         interruption.happened = True
     except (*EXPECTED, BaseExceptionGroup) as error:
         _print_expected(error)
+        if isinstance(error, Stalled):
+            return STALLED
         return INTERRUPTED if interruption.happened else _FAILED
     return INTERRUPTED if interruption.happened else 0
 
 
-async def finish(work: Awaitable[T]) -> T:
+async def finish(work: Awaitable[T], grace_s: float | None = None) -> T:
     """The result of `work`, which runs to its end even if the caller is cancelled meanwhile; then that takes effect.
 
-    An error of `work` goes before the cancellation.
+    An error of `work` goes before the cancellation. After `grace_s` seconds `work` is given up and cancelled too.
     """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled() and (error := task.exception()) is not None:
+        await asyncio.wait({task}, timeout=grace_s)
+        if not task.done():
+            task.cancel()
+        elif not task.cancelled() and (error := task.exception()) is not None:
             raise error from None
         raise
 

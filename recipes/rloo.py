@@ -9,10 +9,8 @@ at v - max_staleness or later; weights move into the servers while they generate
 
 import asyncio
 import dataclasses
-import itertools
-import random
-import time
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,27 +18,36 @@ from typing import Annotated, Any
 
 import tyro
 
-from actors.cluster import ClusterConfig, Resources, require, start_cluster
-from actors.inference_pool import InferencePool, start_inference_pool
-from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
-from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, RolloutStream, start_rollout_pool
-from actors.weight_sync import SyncConfig, WeightSync
+from actors.admission import AdmissionConfig
+from actors.cluster import ClusterConfig
+from actors.errors import ClusterError, LearnerLost
+from actors.learner_group import LearnerGroupConfig
+from actors.rollout_pool import RolloutPoolConfig
+from actors.sync_config import SyncConfig
+from actors.training_step import training_step
 from envs.build import EpisodeConfig
-from envs.task import Task
-from envs.tasksets import resolve_tasks
-from learners.advantages import leave_one_out
-from learners.config import LearnerConfig, LossConfig, LossKind, Precision
+from learners.advantages import advantages_of
+from learners.config import AdvantageKind, LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch
+from learners.retention import RetentionConfig, retain
+from recipes.alarms import AlarmConfig, raised_alarms
+from recipes.best import save_best, trailing_score
+from recipes.disk import DiskConfig, disk_usage, over_budget
 from recipes.interrupt import finish
 from recipes.launch import launch
-from recipes.policies import PolicyConfig, resolve_policy
-from recipes.run import Run
-from trajectories.buffer import GroupBuffer
+from recipes.policies import PolicyConfig
+from recipes.progress import Bar
+from recipes.resume import checkpoint
+from recipes.rloo_parts import Parts, assemble, restore_learner, summarize_run
+from recipes.run import Run, finished_summary
+from recipes.side_evaluation import SideEvaluationConfig
+from trajectories.buffer import EndOfTasks, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle
-from trajectories.metrics import summarize_groups
-from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
+from trajectories.staleness import down_weight
 
-MAY_DIFFER = ("steps", "wandb", "cluster")
+logger = logging.getLogger(__name__)
+
+MAY_DIFFER = ("steps", "wandb", "cluster", "retention", "eval", "alarms", "admission", "disk")
 """What may change when a run goes on."""
 
 
@@ -56,24 +63,42 @@ class Config:
     """Train on only the first so many Tasks."""
     steps: int = 60
     """Optimizer steps."""
+    epochs: int | None = None
+    """Passes over the Tasks, after which the run ends even before `steps`; None begins anew without end."""
     groups_per_step: int = 32
     group_size: int = 8
     """Rollouts of a Group."""
     max_staleness: int = 1
     """How many versions behind the learner a trained token may have been sampled; 0 is strictly on-policy."""
+    staleness: StalenessPolicy = StalenessPolicy.WAIT
+    """What happens to a Group about to be too old: the learner waits for it (wait), it is dropped and another takes its
+    place (drop: biased against long rollouts), or it is trained on with a lower weight (down_weight: no bound)."""
     refill: bool = False
     """Replace Groups without signal (all solved, none solved, too few valid) instead of training on fewer."""
     take_deadline_s: float = 900.0
     """How long a step may wait for its Groups."""
     checkpoint_every: int = 20
     """Steps between checkpoints; one is written at the end and on interruption too."""
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    """Which checkpoints stay; the score of one is the trailing average that chooses best/."""
+    grace_s: float = 25.0
+    """From Ctrl-C or SIGTERM to saved state; a step that takes longer is given up, and the last checkpoint counts."""
+    stall_s: float = 1800.0
+    """A run in which for so long no Group, step or sync came to its end is stopped, saying who is stuck."""
     seed: int = 0
     """Order of the Tasks."""
+    eval: SideEvaluationConfig = field(default_factory=SideEvaluationConfig)
+    """Evaluation beside training."""
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     rollouts: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(lr=5e-4))
     learners: Annotated[LearnerGroupConfig, tyro.conf.arg(name="learner")] = field(default_factory=LearnerGroupConfig)
+    advantage: AdvantageKind = AdvantageKind.LEAVE_ONE_OUT
+    """What a reward is compared with."""
     loss: LossConfig = field(default_factory=lambda: LossConfig(kind=LossKind.CLIPPED))
     sync: SyncConfig = field(default_factory=lambda: SyncConfig(barrier=False))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -85,6 +110,10 @@ class Config:
             raise ValueError(f"group_size must be >= 2 for a leave-one-out baseline, got {self.group_size}")
         if self.groups_per_step < 1 or self.steps < 1:
             raise ValueError(f"groups_per_step and steps must be >= 1, got {self.groups_per_step}, {self.steps}")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs must be >= 1, got {self.epochs}")
+        if self.grace_s <= 0 or self.stall_s <= 0:
+            raise ValueError(f"grace_s and stall_s must be > 0, got {self.grace_s}, {self.stall_s}")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         sampling = self.episode.sampling
@@ -94,203 +123,148 @@ class Config:
 
 async def main(config: Config) -> dict[str, Any]:
     """Trains and returns the summary that it wrote."""
+    if (done := _finished(config)) is not None:
+        return done
     async with AsyncExitStack() as stack:
         run = stack.enter_context(Run.open(config.run, config, wandb=config.wandb, may_differ=MAY_DIFFER))
-        parts = await _assemble(config, run, stack)
-        progress, began = parts.progress, time.monotonic()
+        parts = await assemble(config, run, stack)
+        await stack.enter_async_context(parts.watchdog)
         try:
-            for _ in run.steps(config.steps, start=progress.version.n):
-                clock = _Clock()
-                groups = await parts.stream.take(progress.version, config.take_deadline_s)
-                metrics = clock.lap("take_s") | summarize_groups(groups, DEFAULT_TREATMENTS, version=progress.version)
-                metrics |= await finish(_train(config, parts.learner, groups, progress)) | clock.lap("train_s")
-                metrics |= await parts.weights.publish(progress.version) | clock.lap("publish_s")
-                run.log(progress.version.n, metrics | parts.buffer.metrics())
-                if progress.version.n % config.checkpoint_every == 0:
-                    await _checkpoint(run, parts.learner, progress)
-        except asyncio.CancelledError:
-            await _save(run, parts.learner, progress)
+            ended_by = await _train_to_the_end(config, run, parts)
+        except (asyncio.CancelledError, TakeTimeout, ClusterError, OSError):
+            await _save_in_time(config, run, parts)
             raise
-        await _save(run, parts.learner, progress)
         await parts.weights.close()
-        summary = _summary(parts) | {"seconds": time.monotonic() - began}
+        n, history = parts.progress.version.n, parts.progress.history
+        best = await save_best(run.directory, parts.learner, n, history, window=config.alarms.window)
+        summary = summarize_run(parts) | {"ended_by": ended_by, "best_version": best, "finished": True}
         run.summary(summary)
-        print(f"trained {progress.version.n} steps; model in {run.directory / 'model'}")
+        print(f"trained {n} steps, ended by {ended_by}; model in {run.directory / 'model'}")
         return summary
 
 
-async def _train(
-    config: Config, learner: LearnerGroup, groups: Sequence[GroupHandle], progress: "_Progress"
-) -> dict[str, float]:
-    """One optimizer step on the Groups, which are consumed by it."""
-    plan = plan_batch(
-        groups, advantages=leave_one_out, num_ranks=config.learners.num_ranks, max_tokens=config.learner.max_tokens
+def _finished(config: Config) -> dict[str, Any] | None:
+    """The summary of a run with nothing left to do."""
+    done = finished_summary(config.run, config, MAY_DIFFER)
+    if done is None or (done["rl_steps"] < config.steps and done["ended_by"] != "tasks"):
+        return None
+    print(f"{config.run} is finished: {done['rl_steps']} steps, ended by {done['ended_by']}; nothing to do")
+    return done
+
+
+async def _train_to_the_end(config: Config, run: Run, parts: Parts) -> str:
+    """Takes step after step and saves; returns what ended it. A lost learner is made good."""
+    with run.progress("steps", total=config.steps, completed=parts.progress.version.n) as bar:
+        while True:
+            try:
+                if (ended_by := await _train_on(config, run, parts, bar)) is not None:
+                    await _finish_evaluation(run, parts)
+                    await _save(run, parts)
+                    return ended_by
+            except LearnerLost as lost:
+                if _is_interrupted():
+                    raise
+                before = parts.progress.version.n
+                await restore_learner(config, run, parts, lost)
+                bar.advance(parts.progress.version.n - before)
+
+
+def _is_interrupted() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _train_on(config: Config, run: Run, parts: Parts, bar: Bar) -> str | None:
+    """One step; what ends the run: "steps", "tasks", "disk" or "alarm"; None while it goes on."""
+    if parts.progress.version.n >= config.steps:
+        return "steps"
+    try:
+        metrics = await _step(config, run, parts)
+    except EndOfTasks:
+        return "tasks"
+    bar.advance()
+    if full := over_budget(metrics, config.disk):
+        logger.error("step=%d ends the run: %s", parts.progress.version.n, full)
+        return "disk"
+    is_alarmed = any(name.startswith("alarm/") for name in metrics)
+    return "alarm" if is_alarmed and config.alarms.stop else None
+
+
+async def _step(config: Config, run: Run, parts: Parts) -> dict[str, float]:
+    """Takes a step's Groups, trains on them, publishes the weights and logs."""
+    progress, watchdog = parts.progress, parts.watchdog
+    watchdog.doing = f"taking the Groups of step {progress.version.n}"
+    metrics = await training_step(
+        progress.version,
+        stream=parts.stream,
+        update=lambda groups: finish(_train(config, parts, groups), config.grace_s),
+        publisher=parts,
+        take_deadline_s=config.take_deadline_s,
     )
-    loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
-    metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
-    progress.consume(groups)
+    metrics |= parts.metrics(run) | disk_usage(run.directory)
+    if parts.evaluation is not None:
+        metrics |= await parts.evaluation.after_step(progress.version)
+    progress.history.append((progress.version.n, metrics))
+    alarms = raised_alarms([each for _, each in progress.history], config.alarms)
+    metrics |= {f"alarm/{name}": 1.0 for name in alarms}
+    run.log(progress.version.n, metrics)
+    parts.ledger.write()
+    if progress.version.n % config.checkpoint_every == 0:
+        watchdog.doing = f"writing the checkpoint of version {progress.version.n}"
+        await checkpoint(run, parts.learner, parts.ledger, progress.version)
+        score = trailing_score(progress.history, config.alarms.window)
+        retain(config.retention, run.directory / "checkpoints", score=score)
+        progress.num_restores = 0
     return metrics
 
 
-@dataclass
-class _Progress:
-    """Where the run stands; what a checkpoint holds beside the learner's state."""
-
-    version: PolicyVersion
-    consumed: set[str]
-    """Ids of the Groups behind the weights."""
-
-    def consume(self, groups: Sequence[GroupHandle]) -> None:
-        self.consumed |= {group.group_id for group in groups}
-        self.version = dataclasses.replace(self.version, n=self.version.n + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What a run is made of."""
-
-    learner: LearnerGroup
-    servers: InferencePool
-    rollouts: RolloutPool
-    buffer: GroupBuffer
-    weights: WeightSync
-    stream: RolloutStream
-    progress: _Progress
-
-
-async def _assemble(config: Config, run: Run, stack: AsyncExitStack) -> _Parts:
-    """Starts every part; each ends with the stack. What can be refused is refused before anything starts."""
-    tasks = resolve_tasks(config.tasks, limit=config.limit)
-    model = resolve_policy(config.policy.model)
-    store = run.directory / "store"
-    await stack.enter_async_context(start_cluster(config.cluster))
-    server = config.policy.pool.server
-    require(
-        {
-            "learner ranks": (config.learners.num_ranks, config.learners.resources),
-            "inference servers": (
-                config.policy.pool.num_servers,
-                Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus),
-            ),
-            "rollout workers": (config.rollouts.num_workers, config.rollouts.resources),
-        }
+async def _train(config: Config, parts: Parts, groups: Sequence[GroupHandle]) -> dict[str, float]:
+    """One optimizer step on the Groups, which are consumed by it."""
+    progress, learner = parts.progress, parts.learner
+    parts.watchdog.doing = f"training step {progress.version.n}"
+    plan = plan_batch(
+        groups,
+        advantages=advantages_of(config.advantage),
+        aggregation=config.loss.aggregation,
+        group_weights=[down_weight(group, progress.version, config.max_staleness) for group in groups],
+        has_penalty=config.loss.kl_coef > 0,
+        num_ranks=learner.num_shares,
+        max_tokens=config.learner.max_tokens,
     )
-    learner = await stack.enter_async_context(
-        start_learner_group(config.learners, config.learner, model=model, store=store)
-    )
-    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
-    progress = await _restore(run, learner)
-    lineage = progress.version.lineage
-    rollouts = await stack.enter_async_context(
-        start_rollout_pool(
-            config.rollouts,
-            config.episode,
-            store=store,
-            prefix=f"lineage-{lineage}",
-            model=model,
-            sampler=servers.sampler(),
-        )
-    )
-    buffer = GroupBuffer(
-        groups_per_step=config.groups_per_step,
-        max_staleness=config.max_staleness,
-        version=progress.version,
-        refill=config.refill,
-    )
-    weights = _weight_sync(config, learner, servers, buffer)
-    stack.push_async_callback(weights.close)
-    await weights.publish(progress.version)
-    requests = group_requests(tasks, config.seed, lineage, skip=progress.consumed)
-    stream = await stack.enter_async_context(
-        rollouts.stream(requests, config.group_size, buffer, servers.oldest_version)
-    )
-    return _Parts(
-        learner=learner,
-        servers=servers,
-        rollouts=rollouts,
-        buffer=buffer,
-        weights=weights,
-        stream=stream,
-        progress=progress,
-    )
+    loss = dataclasses.replace(config.loss, temperature=config.episode.sampling.temperature)
+    progress.is_whole = False
+    metrics = {**plan.metrics, **await learner.forward_backward(plan, loss), **await learner.optim_step()}
+    parts.ledger.consume([group.group_id for group in groups], progress.version)
+    progress.version = dataclasses.replace(progress.version, n=progress.version.n + 1)
+    progress.is_whole = True
+    return metrics
 
 
-def _weight_sync(config: Config, learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:
-    # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-    sync = dataclasses.replace(
-        config.sync,
-        barrier=config.sync.barrier or config.max_staleness == 0,
-        probe_is_exact=config.learner.precision is Precision.FP32,
-    )
-
-    def advance() -> None:
-        if (oldest := servers.oldest_version()) is not None:
-            buffer.advance(oldest)
-
-    return WeightSync(source=learner, target=servers, config=sync, on_served=advance)
+async def _finish_evaluation(run: Run, parts: Parts) -> None:
+    """Waits for the evaluation that runs; what it found goes into the last step's line."""
+    if parts.evaluation is None or not parts.progress.history:
+        return
+    if found := await parts.evaluation.finish():
+        step, metrics = parts.progress.history[-1]
+        parts.progress.history[-1] = (step, metrics | found)
+        run.log(step, metrics | found)
 
 
-def _summary(parts: _Parts) -> dict[str, Any]:
-    return {
-        "rl_steps": parts.progress.version.n,
-        "weight_syncs": parts.weights.num_syncs,
-        "weight_syncs_in_flight": parts.weights.num_syncs_in_flight,
-        "max_staleness_seen": parts.buffer.max_staleness_seen,
-        "logprob_gap_mean": parts.weights.probe_gap_mean,
-        "engine": parts.servers.engine,
-        "learner": parts.learner.sharding,
-        "world_size": parts.learner.world_size,
-        "sandbox": parts.rollouts.sandbox,
-    }
+async def _save(run: Run, parts: Parts) -> None:
+    await checkpoint(run, parts.learner, parts.ledger, parts.progress.version)
+    await parts.learner.save_pretrained(run.directory / "model")
 
 
-def group_requests(tasks: Sequence[Task], seed: int, lineage: int, skip: set[str]) -> Iterator[GroupRequest]:
-    """Groups without end: passes over the shuffled Tasks, without those that a restored checkpoint consumed."""
-    for epoch in itertools.count():
-        for task in random.Random(seed + epoch).sample(list(tasks), len(tasks)):
-            consumed = {f"{task.id}@{epoch}.{earlier}" for earlier in range(lineage)}
-            if not consumed & skip:
-                yield GroupRequest(task=task, group_id=f"{task.id}@{epoch}.{lineage}")
-
-
-async def _save(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
-    await _checkpoint(run, learner, progress)
-    await learner.save_pretrained(run.directory / "model")
-
-
-async def _checkpoint(run: Run, learner: LearnerGroup, progress: _Progress) -> None:
-    """Writes a checkpoint and points the run at it; one that is there already is kept."""
-    version = progress.version
-    name = f"{version.lineage}-{version.n:06d}"
-    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "consumed": sorted(progress.consumed)}
-    if run.load_state() != state:
-        await learner.save(run.directory / "checkpoints" / name)
-        run.save_state(state)
-
-
-async def _restore(run: Run, learner: LearnerGroup) -> _Progress:
-    """Where the run stands. Every start but the first begins a new lineage, recorded before anything is sampled."""
-    state = run.load_state()
-    if state is None:
-        state = {"checkpoint": None, "lineage": 0, "n": 0, "consumed": []}
-    else:
-        state["lineage"] += 1
-    if state["checkpoint"] is not None:
-        await learner.load(run.directory / "checkpoints" / state["checkpoint"])
-    run.save_state(state)
-    return _Progress(PolicyVersion(lineage=state["lineage"], n=state["n"]), set(state["consumed"]))
-
-
-class _Clock:
-    """Seconds since the last lap."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def lap(self, name: str) -> dict[str, float]:
-        now = time.monotonic()
-        seconds, self._began = now - self._began, now
-        return {f"time/{name}": seconds}
+async def _save_in_time(config: Config, run: Run, parts: Parts) -> None:
+    """Saves what can be saved within the grace period; else the last checkpoint counts, which is said."""
+    if not parts.progress.is_whole:
+        logger.error("not saved: the step was not done; the run goes on from its last checkpoint")
+        return
+    try:
+        async with asyncio.timeout(config.grace_s):
+            await _save(run, parts)
+    except (OSError, ClusterError) as error:  # TimeoutError is an OSError
+        logger.error("not saved (%s); the run goes on from its last checkpoint", error or f"took {config.grace_s:g} s")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
     metrics.jsonl   one line a step       tb/   the same as TensorBoard events
     summary.json    results, merged as they come       error.txt   traceback of the error that ended it
     state.json      where to go on after a restart
+    events.jsonl    one line for each thing that died and was made good
+    ledger/         what became of every Group
 
 Invariant: one process at a time uses a directory, and a directory holds one config. Called by every recipe.
 """
@@ -61,6 +63,7 @@ class Run:
             stack.enter_context(_locked(directory))
             _write_config(directory, resolved, resume=resume, may_differ=may_differ)
             (directory / "error.txt").unlink(missing_ok=True)
+            _reopen(directory / "summary.json")
             events = EventLog(directory, resolved, wandb=wandb)
             stack.callback(events.close)
             display = ProgressDisplay()
@@ -72,6 +75,30 @@ class Run:
         """Records flat metrics of a step."""
         self._events.log(step, metrics)
         self.step = step
+
+    def event(self, what: str, **facts: Any) -> None:
+        """Appends a line to events.jsonl and says it in the log."""
+        logger.warning("event=%s %s", what, " ".join(f"{name}={value}" for name, value in facts.items()))
+        with open(self.directory / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "event": what} | to_json(facts), allow_nan=False) + "\n")
+
+    def last_metrics(self) -> dict[str, float]:
+        """The metrics of the newest line of metrics.jsonl; {} in a new run."""
+        lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return json.loads(lines[-1]) if lines else {}
+
+    def pin(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Keeps facts that a restart must find unchanged; ValueError saying what differs when it does not."""
+        path = self.directory / "config.json"
+        record = json.loads(path.read_text())
+        before = record.setdefault("pinned", {}).setdefault(name, to_json(facts))
+        if changed := list(differences(before, to_json(facts))):
+            listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changed)
+            raise ValueError(
+                f"{self.directory} was made with other {name}: {listed}. "
+                f"Give another --run, or the {name} that it was made with"
+            )
+        _write_json(path, record)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Merges `values` into summary.json; a name given again replaces its value."""
@@ -88,9 +115,11 @@ class Run:
         path = self.directory / "state.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Bar]:
+    def progress(
+        self, description: str, total: int | None = None, *, completed: int = 0
+    ) -> AbstractContextManager[Bar]:
         """A bar with rate and ETA for the length of a `with` block: `bar.advance()`."""
-        return self._display.bar(description, total)
+        return self._display.bar(description, total, completed=completed)
 
     def steps(self, total: int | None, *, start: int = 0) -> Iterator[int]:
         """start, start + 1, ..., total - 1, with a bar; without end when `total` is None."""
@@ -98,6 +127,21 @@ class Run:
             for step in itertools.count(start) if total is None else range(start, total):
                 yield step
                 bar.advance()
+
+
+def finished_summary(directory: Path, config: Any, may_differ: Collection[str] = ()) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, which is said; None where there is something left to do.
+
+    Changes nothing. ValueError when the directory holds a run of another config.
+    """
+    path = directory / "summary.json"
+    if not path.exists() or not (directory / "config.json").exists():
+        return None
+    summary = json.loads(path.read_text())
+    if not summary.get("finished"):
+        return None
+    _check_config(directory, json.loads((directory / "config.json").read_text()), to_json(config), may_differ)
+    return summary
 
 
 @contextmanager
@@ -135,6 +179,14 @@ def _write_config(directory: Path, resolved: Any, *, resume: bool, may_differ: C
     if not resume:
         raise ValueError(f"{directory} already holds a run; give another --run or remove it")
     record = json.loads(path.read_text())
+    _check_config(directory, record, resolved, may_differ)
+    for name, before, after in differences(record["packages"], started["packages"]):
+        logger.warning("run=%s was made with %s %s, goes on with %s", directory, name, before, after)
+    record["restarts"].append(started)
+    _write_json(path, record)
+
+
+def _check_config(directory: Path, record: Any, resolved: Any, may_differ: Collection[str]) -> None:
     changed = [change for change in differences(record["config"], resolved) if not _listed(change[0], may_differ)]
     if changed:
         listed = "; ".join(f"{name} was {before!r}, is {after!r}" for name, before, after in changed)
@@ -142,14 +194,16 @@ def _write_config(directory: Path, resolved: Any, *, resume: bool, may_differ: C
             f"{directory} holds a run of another config: {listed}. "
             "Give another --run, the values it was made with, or remove the directory"
         )
-    for name, before, after in differences(record["packages"], started["packages"]):
-        logger.warning("run=%s was made with %s %s, goes on with %s", directory, name, before, after)
-    record["restarts"].append(started)
-    _write_json(path, record)
 
 
 def _listed(name: str, may_differ: Collection[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in may_differ)
+
+
+def _reopen(summary: Path) -> None:
+    """A finished run goes on, say with more steps: its summary is of a part from now on."""
+    if summary.exists() and (values := json.loads(summary.read_text())).get("finished"):
+        _write_json(summary, values | {"finished": False})
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from envs.tasksets.shell import write_task_set
+from recipes.audit import audit_store
 
 pytestmark = pytest.mark.ray
 
@@ -163,3 +165,40 @@ def test_a_harvest_runs_as_a_submitted_job(head: Head, checkout: Path, tmp_path:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["harvested"] == 4
     assert summary["sandbox"]["provider"] == "bubblewrap"
+
+
+@pytest.mark.sandbox
+@pytest.mark.exhaustive
+def test_a_killed_job_that_is_submitted_again_plays_each_task_once(head: Head, checkout: Path, tmp_path: Path) -> None:
+    run, tasks = tmp_path / "harvest", tmp_path / "tasks"
+    write_task_set(tasks, split="train", count=40, seed=0)
+    harvest = ("python", "-m", "recipes.harvest", "--tasks", str(tasks), "--harness", "oracle", "--run", str(run))
+    client = subprocess.Popen(
+        [
+            RAY,
+            "job",
+            "submit",
+            f"--address={head.address}",
+            "--working-dir=.",
+            "--",
+            *harvest,
+            "--rollouts.max-rollouts=2",
+        ],
+        cwd=checkout,
+        env=head.env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + JOB_LIMIT_S
+    while sum(path.read_bytes().count(b"TRJ1") for path in (run / "store").glob("*.seg")) < 5:
+        assert client.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    # The run directory is this test's own, so its driver is the one Python process that names it after `-m`.
+    commands = {each: each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])}
+    (driver,) = (each for each, command in commands.items() if str(run) in command and command[1:2] == ["-m"])
+    driver.kill()
+    assert client.wait(timeout=60) != 0
+    again = submit(head, checkout, *harvest, "--rollouts.max-rollouts=2")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert json.loads((run / "summary.json").read_text())["harvested"] == 40
+    assert audit_store(run, "store")[0].num_findings == 0

@@ -19,8 +19,8 @@ HELP_LIMIT_S = 3.0
 def recipe_modules() -> list[str]:
     """Modules of recipes/ that are programs."""
     return [
-        f"recipes.{path.stem}"
-        for path in sorted((REPOSITORY / "recipes").glob("*.py"))
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in sorted((REPOSITORY / "recipes").rglob("*.py"))
         if '__name__ == "__main__"' in path.read_text()
     ]
 

@@ -1,7 +1,8 @@
 """The Group buffer: admits Groups, holds finished ones, and hands each step its Groups within the staleness bound.
 
 Invariant: a Group is consumed at version v only if every token that could be trained was sampled at v - max_staleness
-or later, and every permit ends as exactly one Group consumed or given back, with a counted reason.
+or later (DOWN_WEIGHT alone relaxes this, and counts it), and every permit ends as exactly one Group consumed or given
+back, with a counted reason.
 Called by actors/rollout_pool (admit, start, put) and by recipes (take, advance); lives in one event loop.
 
 Why WAIT neither drops nor deadlocks: when servers sample at version w or later, at most
@@ -14,13 +15,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trajectories.handle import GroupHandle, MemberSummary
 from trajectories.metrics import power_of_two_at_least
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, PolicyVersion, Treatment
+from trajectories.staleness import oldest_version, staleness
 from trajectories.validity import member_reward, member_rewards, no_gradient
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ class StalenessPolicy(StrEnum):
     """`take` waits for it, so the learner never passes the version that would strand it. Loses no rollout."""
     DROP = "drop"
     """It is given back, counted by length: biased against long rollouts."""
+    DOWN_WEIGHT = "down_weight"
+    """It is consumed all the same, counted by length and logged: the bound is relaxed, and whoever trains on it gives
+    it the weight of trajectories/staleness.down_weight."""
 
 
 class GiveBack(StrEnum):
@@ -43,6 +48,8 @@ class GiveBack(StrEnum):
     STALE = "stale"
     ABANDONED_LINEAGE = "abandoned_lineage"
     """It holds tokens of weights that a restore from an earlier checkpoint threw away."""
+    SURPLUS = "surplus"
+    """It was played before a restart, and there was no permit for it any more."""
 
 
 class EndOfTasks(Exception):
@@ -78,8 +85,12 @@ class GroupBuffer:
         refill: bool = False,
         min_valid: int = 2,
         treatments: Mapping[Outcome, Treatment] = DEFAULT_TREATMENTS,
+        forks: Mapping[int, int] | None = None,
+        on_given_back: Callable[[str, str], None] = lambda group_id, reason: None,
     ) -> None:
-        """`version` is what every server serves now.
+        """`version` is what every server serves now; `forks`, after a restart, is what it descends from (Ancestry).
+
+        `on_given_back` is told the id of each Group that will not be consumed, and why.
 
         `refill` gives Groups without gradient back (fewer than `min_valid` valid members, or zero variance) instead of
         keeping them.
@@ -100,10 +111,12 @@ class GroupBuffer:
         self._refill = refill
         self._min_valid = min_valid
         self._treatments = treatments
-        self._forks: dict[int, int] = {}  # earlier lineage -> the last n whose weights these descend from
+        self._on_given_back = on_given_back
+        self._forks = dict(forks or {})  # earlier lineage -> the last n whose weights these descend from
         self._live: dict[str, _Live] = {}  # in the order of admission
         self._given_back: Counter[str] = Counter()
         self._stale_by_tokens: Counter[int] = Counter()
+        self._beyond_by_tokens: Counter[int] = Counter()
         self._is_closed = False
         self._changed = asyncio.Event()
 
@@ -142,7 +155,7 @@ class GroupBuffer:
         live = self._get(handle.group_id, "put")
         if live.start is None or live.handle is not None:
             raise ValueError(f"group {handle.group_id} is not running: put each Group once, after start")
-        oldest = min((m.min_version for m in self._trained(handle) if m.min_version is not None), default=live.start)
+        oldest = oldest_version(handle, self._treatments) or live.start
         if oldest < live.start:
             raise ValueError(
                 f"group {handle.group_id} holds tokens of {_name(oldest)} but started at {_name(live.start)}"
@@ -156,6 +169,25 @@ class GroupBuffer:
         self._notify()
         return handle.group_id in self._live
 
+    def holds(self, group_id: str) -> bool:
+        """Whether the Group has a permit now: admitted, running or buffered."""
+        return group_id in self._live
+
+    def readmit(self, handle: GroupHandle) -> bool:
+        """Takes a Group in that was finished before a restart or restore; False when it was given back at once."""
+        if handle.group_id in self._live:
+            raise ValueError(f"group {handle.group_id} is already admitted; a Group's id is used once")
+        has_permit = self.num_permits > 0
+        self._live[handle.group_id] = _Live(since=time.monotonic(), start=self.version, handle=handle)
+        if not self._is_kin(handle):
+            self.give_back(handle.group_id, GiveBack.ABANDONED_LINEAGE)
+        elif not self._is_fresh(handle, self.version):
+            self.give_back(handle.group_id, GiveBack.STALE)
+        elif not has_permit:
+            self.give_back(handle.group_id, GiveBack.SURPLUS)
+        self._notify()
+        return handle.group_id in self._live
+
     def give_back(self, group_id: str, reason: str) -> None:
         """The Group will not be consumed: its permit returns, counted under `reason`."""
         live = self._get(group_id, "give back")
@@ -164,6 +196,7 @@ class GroupBuffer:
         if live.handle is not None and reason == GiveBack.STALE:
             self._stale_by_tokens[power_of_two_at_least(_longest(live.handle))] += 1
         logger.info("group=%s version=%s given back: %s", group_id, _name(self.version), reason)
+        self._on_given_back(group_id, reason)
         self._notify()
 
     async def take(self, version: PolicyVersion, deadline_s: float) -> list[GroupHandle]:
@@ -213,18 +246,35 @@ class GroupBuffer:
         self._is_closed = True
         self._notify()
 
+    def describe_running(self, most: int = _MAX_NAMED) -> str:
+        """The Groups that have not finished, longest first: "a@0.0 (running since version 0:2, 31 s), b@0.0 ..."."""
+        now = time.monotonic()
+        waiting = sorted((live.since, group_id, live) for group_id, live in self._live.items() if live.handle is None)
+        named = [
+            f"{group_id} ({'admitted' if live.start is None else f'running since {_name(live.start)}'}, "
+            f"{now - since:.0f} s)"
+            for since, group_id, live in waiting[:most]
+        ]
+        more = f" and {len(waiting) - most} more" if len(waiting) > most else ""
+        return f"{', '.join(named) or 'none is running'}{more}"
+
     def metrics(self) -> dict[str, float]:
-        """Sizes now, and totals of what was given back: by reason, and stale Groups by their longest member."""
+        """Sizes now, and totals of what was given back: by reason, and stale Groups by their longest member.
+
+        `beyond` are those that DOWN_WEIGHT let through beyond the bound, by their longest member too.
+        """
         finished = sum(live.handle is not None for live in self._live.values())
         sizes = {"running": len(self._live) - finished, "buffered": finished, "permits": self.num_permits}
         reasons = {f"given_back/{reason}": count for reason, count in self._given_back.items()}
         lengths = {f"stale/tokens_le_{edge}": count for edge, count in sorted(self._stale_by_tokens.items())}
+        lengths |= {f"beyond/tokens_le_{edge}": count for edge, count in sorted(self._beyond_by_tokens.items())}
         return {f"buffer/{key}": float(value) for key, value in (sizes | reasons | lengths).items()}
 
     def _is_ready(self, version: PolicyVersion) -> bool:
-        for group_id, handle in self._finished():
-            if not self._is_fresh(handle, version):
-                self.give_back(group_id, GiveBack.STALE)
+        if self._policy is not StalenessPolicy.DOWN_WEIGHT:
+            for group_id, handle in self._finished():
+                if not self._is_fresh(handle, version):
+                    self.give_back(group_id, GiveBack.STALE)
         unfinished = [live for live in self._live.values() if live.handle is None]
         if self._policy is StalenessPolicy.WAIT and any(self._would_strand(live, version) for live in unfinished):
             return False
@@ -237,18 +287,26 @@ class GroupBuffer:
         if not handles:
             raise EndOfTasks(f"no Group is left at {_name(version)} and the buffer is closed")
         for handle in handles:
-            assert self._is_fresh(handle, version), f"group {handle.group_id} is too old at {_name(version)}"
-            self.max_staleness_seen = max(self.max_staleness_seen, version.n - self._oldest_n(handle, version.n))
+            if not self._is_fresh(handle, version):
+                self._let_through(handle, version)
+            self.max_staleness_seen = max(self.max_staleness_seen, staleness(handle, version, self._treatments))
             del self._live[handle.group_id]
         self.num_consumed += len(handles)
         self._notify()
         return handles
 
+    def _let_through(self, handle: GroupHandle, version: PolicyVersion) -> None:
+        assert self._policy is StalenessPolicy.DOWN_WEIGHT, f"group {handle.group_id} is too old at {_name(version)}"
+        self._beyond_by_tokens[power_of_two_at_least(_longest(handle))] += 1
+        age = staleness(handle, version, self._treatments)
+        logger.info("group=%s version=%s consumed at age %d, beyond the bound", handle.group_id, _name(version), age)
+
     def _age(self, handle: GroupHandle) -> int:
         """Sort key, oldest first: version of the oldest token; without any, that of the Group's start."""
         start = self._live[handle.group_id].start
         assert start is not None
-        return self._oldest_n(handle, start.n)
+        oldest = oldest_version(handle, self._treatments)
+        return start.n if oldest is None else oldest.n
 
     def _would_strand(self, live: _Live, version: PolicyVersion) -> bool:
         """Whether an unfinished Group can be consumed at `version` at the latest."""
@@ -256,7 +314,7 @@ class GroupBuffer:
         return self._is_ancestor(start) and start.n <= version.n - self._max_staleness
 
     def _is_fresh(self, handle: GroupHandle, version: PolicyVersion) -> bool:
-        return self._oldest_n(handle, version.n) >= version.n - self._max_staleness
+        return staleness(handle, version, self._treatments) <= self._max_staleness
 
     def _is_kin(self, handle: GroupHandle) -> bool:
         """Whether every token comes from weights that the present ones descend from.
@@ -272,10 +330,6 @@ class GroupBuffer:
     def _is_ancestor(self, version: PolicyVersion) -> bool:
         return version.lineage == self.version.lineage or version.n <= self._forks.get(version.lineage, -1)
 
-    def _oldest_n(self, handle: GroupHandle, default: int) -> int:
-        """Optimizer steps behind the oldest token that could be trained; `default` when there is none."""
-        return min((m.min_version.n for m in self._trained(handle) if m.min_version is not None), default=default)
-
     def _trained(self, handle: GroupHandle) -> list[MemberSummary]:
         """The members that are not excluded; excluded ones are trained on nowhere, so their age does not matter."""
         return [member for member in handle.members if member_reward(member, self._treatments) is not None]
@@ -289,18 +343,9 @@ class GroupBuffer:
         return self._live[group_id]
 
     def _describe_missing(self, version: PolicyVersion, deadline_s: float) -> str:
-        now = time.monotonic()
-        missing = [
-            f"{group_id} ({'admitted' if live.start is None else f'running since {_name(live.start)}'}, "
-            f"{now - live.since:.0f} s)"
-            for group_id, live in self._live.items()
-            if live.handle is None
-        ]
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         return (
             f"step {_name(version)} waited {deadline_s:g} s: {len(self._finished())} of {self._groups_per_step} Groups "
-            f"are finished, {self.num_permits} may still be admitted, and these did not come: "
-            f"{', '.join(missing[:_MAX_NAMED]) or 'none is running'}{more}"
+            f"are finished, {self.num_permits} may still be admitted, and these did not come: {self.describe_running()}"
         )
 
     def _notify(self) -> None:

@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from trajectories.samples import Sample
-from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, VersionSpan
+from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, Usage, VersionSpan
 
 SCHEMA_VERSION = 1
 
@@ -37,6 +37,7 @@ class RecordKind(StrEnum):
 
     GROUP = "group"
     SAMPLE = "sample"
+    JOURNAL = "journal"
 
 
 def encode_group(group: Group) -> bytes:
@@ -62,6 +63,16 @@ def decode_sample(payload: bytes) -> Sample:
     ids = np.frombuffer(ids_bytes, "<i4").astype(np.int32)
     mask = np.unpackbits(np.frombuffer(mask_bytes, np.uint8), count=len(ids)).astype(np.bool_)
     return Sample(ids=ids, mask=mask, logprobs=np.frombuffer(logprobs_bytes, "<f4").astype(np.float32))
+
+
+def encode_journal(rows: Sequence[Sequence[Any]]) -> bytes:
+    """A batch of the ledger's rows as a payload; each row holds strings, numbers and None."""
+    return _pack(RecordKind.JOURNAL, [list(row) for row in rows])
+
+
+def decode_journal(payload: bytes) -> list[list[Any]]:
+    """The rows of a payload, in order; CodecError when it holds none."""
+    return _unpack(payload, RecordKind.JOURNAL)
 
 
 def kind_of(payload: bytes) -> RecordKind:
@@ -134,11 +145,14 @@ def _trajectory(fields: list[Any]) -> Trajectory:
 
 def _turn_fields(turn: Turn) -> list[Any]:
     tokens = None if turn.tokens is None else _token_fields(turn.tokens)
-    return [turn.reply, turn.observation, turn.finish_reason, tokens, turn.sample_s, turn.execute_s]
+    fields = [turn.reply, turn.observation, turn.finish_reason, tokens, turn.sample_s, turn.execute_s]
+    if turn.usage is None:
+        return fields
+    return [*fields, [turn.usage.prompt_tokens, turn.usage.completion_tokens, turn.usage.cost_usd]]
 
 
 def _turn(fields: list[Any]) -> Turn:
-    reply, observation, finish_reason, tokens, sample_s, execute_s = fields
+    reply, observation, finish_reason, tokens, sample_s, execute_s, *usage = fields
     return Turn(
         reply=reply,
         observation=observation,
@@ -146,7 +160,13 @@ def _turn(fields: list[Any]) -> Turn:
         tokens=None if tokens is None else _tokens(tokens),
         sample_s=sample_s,
         execute_s=execute_s,
+        usage=_usage(usage[0]) if usage else None,
     )
+
+
+def _usage(fields: list[Any]) -> Usage:
+    prompt_tokens, completion_tokens, cost_usd = fields
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cost_usd=cost_usd)
 
 
 def _token_fields(tokens: TurnTokens) -> list[Any]:

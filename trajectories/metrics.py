@@ -12,6 +12,10 @@ from trajectories.handle import GroupHandle, MemberSummary
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, PolicyVersion, Treatment
 from trajectories.validity import SOLVED_REWARD, NoGradient, member_reward, member_rewards, no_gradient
 
+BREAKS_ALARM = 1.0
+"""More breaks than this a Trajectory, on average, mean that a template rewrites history: most context is computed and
+trained several times."""
+
 
 def summarize_groups(
     handles: Sequence[GroupHandle],
@@ -70,6 +74,7 @@ def power_of_two_at_least(count: int) -> int:
 
 def _valid_metrics(scored: Sequence[tuple[MemberSummary, float]]) -> dict[str, float]:
     rewards = [reward for _, reward in scored]
+    breaks = fmean(member.num_breaks for member, _ in scored)
     return {
         "reward_mean": fmean(rewards),
         "solved": fmean(reward >= SOLVED_REWARD for reward in rewards),
@@ -77,7 +82,8 @@ def _valid_metrics(scored: Sequence[tuple[MemberSummary, float]]) -> dict[str, f
         "tokens_mean": fmean(sum(branch.num_tokens for branch in member.branches) for member, _ in scored),
         "trained_tokens_mean": fmean(sum(branch.num_trained for branch in member.branches) for member, _ in scored),
         "seconds_mean": fmean(member.seconds for member, _ in scored),
-        "prefix_breaks_mean": fmean(member.num_breaks for member, _ in scored),
+        "prefix_breaks_mean": breaks,
+        "prefix_breaks_alarm": float(breaks > BREAKS_ALARM),
     }
 
 

@@ -102,6 +102,27 @@ class TurnTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What replies of a remote endpoint cost, as it reported."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cost_usd: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cost_usd=self.cost_usd + other.cost_usd,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One reply of the policy and what the world answered."""
 
@@ -117,6 +138,8 @@ class Turn:
     """Seconds the reply took."""
     execute_s: float = 0.0
     """Seconds from the reply to the observation."""
+    usage: Usage | None = None
+    """What a remote endpoint reported; None for everyone else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,21 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
-from trajectories.codec import RecordKind, decode_group, decode_sample, encode_group, encode_sample, kind_of
+from trajectories.codec import (
+    RecordKind,
+    decode_group,
+    decode_journal,
+    decode_sample,
+    encode_group,
+    encode_journal,
+    encode_sample,
+    kind_of,
+)
 from trajectories.handle import Location
 from trajectories.samples import Sample
 from trajectories.schema import Group
@@ -88,6 +97,20 @@ class StoreWriter:
         """Where the Sample now lies."""
         return self._append(encode_sample(sample))
 
+    def append_journal(self, rows: Sequence[Sequence[Any]]) -> Location:
+        """Where a batch of the ledger's rows now lies (trajectories/ledger.py)."""
+        return self._append(encode_journal(rows))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still append."""
+        return self._fd >= 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of whole frames in the segment."""
+        return self._end
+
     def flush(self) -> None:
         """Returns when everything appended is on the disk."""
         os.fsync(self._fd)
@@ -149,11 +172,45 @@ def scan(directory: Path) -> Iterator[tuple[Location, Group]]:
             yield location, decode_group(payload)
 
 
+def scan_tails(directory: Path, starts: Mapping[str, int]) -> Iterator[tuple[Location, Group]]:
+    """The Groups of the named segments, each read from the byte given, where a frame starts or the segment ends."""
+    for segment, start in sorted(starts.items()):
+        path = directory / segment
+        if path.exists():
+            with open(path, "rb") as file:
+                for location, payload in _frames(file, path, start):
+                    if kind_of(payload) is RecordKind.GROUP:
+                        yield location, decode_group(payload)
+
+
 def scan_samples(directory: Path) -> Iterator[tuple[Location, Sample]]:
     """Every Sample, in the order of `scan`; Groups are passed over."""
     for location, payload in _scan_frames(directory):
         if kind_of(payload) is RecordKind.SAMPLE:
             yield location, decode_sample(payload)
+
+
+def scan_journal(directory: Path) -> Iterator[list[Any]]:
+    """Every row of the ledger's journal, in the order of its appends."""
+    for _, payload in _scan_frames(directory):
+        if kind_of(payload) is RecordKind.JOURNAL:
+            yield from decode_journal(payload)
+
+
+def segments_in_use(directory: Path) -> list[Path]:
+    """The segments that a living writer holds; a run that goes on waits for those of its predecessor's workers."""
+    return [path for path in sorted(directory.glob(f"*{SUFFIX}")) if _is_locked(path)]
+
+
+def _is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _scan_frames(directory: Path) -> Iterator[tuple[Location, bytes]]:
@@ -164,9 +221,9 @@ def _scan_frames(directory: Path) -> Iterator[tuple[Location, bytes]]:
             yield from _frames(file, path)
 
 
-def _frames(file: BinaryIO, path: Path) -> Iterator[tuple[Location, bytes]]:
-    """The whole frames of a segment from its start; ends at the end of the file or at a torn tail."""
-    offset = 0
+def _frames(file: BinaryIO, path: Path, offset: int = 0) -> Iterator[tuple[Location, bytes]]:
+    """The whole frames of a segment from `offset` on, where one starts; ends at its end or at a torn tail."""
+    file.seek(offset)
     while header := file.read(HEADER.size):
         length = _payload_length(header, path, offset) if len(header) == HEADER.size else None
         payload = b"" if length is None else file.read(length)

@@ -1,7 +1,8 @@
 /* The first process of a box: runs commands, writes and reads files, all on behalf of the host.
  *
- * Invariant: it holds one socket to the host (fd 3) and ends, with everything in the box, when that socket ends.
+ * Invariant: it holds one channel to the host and ends, with everything in the box, when that channel ends.
  * Every command descends from it, so each inherits bubblewrap's namespaces, empty capabilities and seccomp filter.
+ * The channel is a socket (fd 3); with the argument --stdio, as in a container, it is what stdin and stdout were.
  * Compiled by envs/local/staging.py; spoken to by envs/local/wire.py, which documents the frames.
  */
 #define _GNU_SOURCE
@@ -17,14 +18,13 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { HOST = 3, MAX_JOBS = 64, MAX_FRAME = 16 << 20, PIPE = 1 << 16, MAX_WORDS = 512 };
+enum { HOST = 3, HOST_OUT = 4, MAX_JOBS = 64, MAX_FRAME = 16 << 20, PIPE = 1 << 16, MAX_WORDS = 512 };
 enum { OP_READY, OP_EXEC, OP_PUT, OP_GET, OP_KILL };
 enum { PUT_DIR, PUT_FILE, PUT_APPEND, PUT_LINK };
 enum { EXIT_HOST_GONE = 0, EXIT_PROTOCOL = 90, EXIT_MEMORY = 91 };
@@ -83,7 +83,7 @@ static const char *take_blob(Reader *r, uint32_t *len) {
 
 static void send_all(const char *data, size_t n) {
     while (n) {
-        ssize_t done = send(HOST, data, n, MSG_NOSIGNAL);
+        ssize_t done = write(HOST_OUT, data, n);
         if (done < 0 && errno == EINTR) continue;
         if (done <= 0) _exit(EXIT_HOST_GONE);
         data += done, n -= done;
@@ -388,8 +388,8 @@ static void dispatch(const char *frame, uint32_t len) {
 static void receive(void) {
     static Buffer in;
     static char chunk[PIPE];
-    ssize_t n = recv(HOST, chunk, sizeof chunk, MSG_DONTWAIT);
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) _exit(EXIT_HOST_GONE);
+    ssize_t n = read(HOST, chunk, sizeof chunk); /* poll said that something is there */
+    if (n == 0 || (n < 0 && errno != EINTR)) _exit(EXIT_HOST_GONE);
     if (n < 0) return;
     append(&in, chunk, n);
     uint32_t at = 0, len;
@@ -404,14 +404,18 @@ static void receive(void) {
     if (in.size > 4 * PIPE && in.len < PIPE) in.data = realloc(in.data, in.size = PIPE);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     struct pollfd polled[2 + 2 * MAX_JOBS];
     int owner[2 + 2 * MAX_JOBS];
     struct signalfd_siginfo info;
     sigset_t child;
     prctl(PR_SET_DUMPABLE, 0); /* no command may trace it or read its memory */
-    syscall(SYS_close_range, HOST + 1, ~0u, 0);
+    int is_stdio = argc > 1 && strcmp(argv[1], "--stdio") == 0;
+    if (is_stdio && dup2(0, HOST) != HOST) _exit(EXIT_PROTOCOL);
+    if (dup2(is_stdio ? 1 : HOST, HOST_OUT) != HOST_OUT) _exit(EXIT_PROTOCOL);
+    syscall(SYS_close_range, HOST_OUT + 1, ~0u, 0);
     fcntl(HOST, F_SETFD, FD_CLOEXEC);
+    fcntl(HOST_OUT, F_SETFD, FD_CLOEXEC);
     for (int i = 0; i < 3; i++) { /* commands are given descriptors above 2 */
         close(i);
         if (open("/dev/null", O_RDWR) != i) _exit(EXIT_PROTOCOL);

@@ -17,13 +17,13 @@ PREFIX = "thresher-"
 def make_label(slot: int) -> str:
     """Unique on this machine."""
     pid = os.getpid()
-    return f"{PREFIX}{pid}-{_start_time(pid)}-{slot}"
+    return f"{PREFIX}{pid}-{start_time(pid)}-{slot}"
 
 
 def is_orphan(label: str) -> bool:
     """Whether the driver that made this label has ended."""
     pid, _, rest = label.removeprefix(PREFIX).partition("-")
-    return not pid.isdigit() or _start_time(int(pid)) != rest.partition("-")[0]
+    return not pid.isdigit() or start_time(int(pid)) != rest.partition("-")[0]
 
 
 def kill_labelled(is_wanted: Callable[[str], bool]) -> int:
@@ -50,8 +50,8 @@ def _is_wanted(pid: str, is_wanted: Callable[[str], bool]) -> bool:
     return label.startswith(PREFIX) and is_wanted(label)
 
 
-def _start_time(pid: int) -> str:
-    """In clock ticks since boot, "" for no such process."""
+def start_time(pid: int) -> str:
+    """When a process began, in clock ticks since boot; "" for no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -85,8 +85,11 @@ def plan_layout(task: Task) -> Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> tuple[str, ...]:
-    """Everything after "bwrap": namespaces, mounts, filter (descriptor 4) and the agent as the first process."""
+def bwrap_arguments(staged: Staged, *, disk_bytes: int, mounts: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Everything after "bwrap": namespaces, mounts, filter (descriptor 4) and the agent as the first process.
+
+    `mounts`: further directories of the host, "HOST:INSIDE" each, read-only inside.
+    """
     namespaces = ("user", "pid", "ipc", "uts", "net", "cgroup")
     args = [f"--unshare-{namespace}" for namespace in namespaces]
     args += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--uid", "0", "--gid", "0"]
@@ -103,6 +106,8 @@ def bwrap_arguments(staged: Staged, *, disk_bytes: int) -> tuple[str, ...]:
             args += ["--ro-bind", path, path]
     args += ["--proc", "/proc", "--dev", "/dev"]
     args += ["--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    for mount in mounts:
+        args += ["--ro-bind", *mount.split(":")]
     args += ["--ro-bind", str(staged.agent.parent), _BOX_DIR, "--chdir", "/", "--", f"{_BOX_DIR}/{staged.agent.name}"]
     return tuple(args)
 

@@ -17,15 +17,19 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from envs.creation import CreationGate, RateGate
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
+from envs.lease import LeasedSandbox, LeaseTerms, sweep
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
 from envs.local.labels import is_orphan, kill_labelled
 from envs.local.layout import Layout, bwrap_arguments, plan_layout
+from envs.local.leases import LeaseFiles
 from envs.local.sandbox import LocalSandbox, SandboxLimits
 from envs.local.slots import Slot, SlotConfig, SlotPool
-from envs.local.staging import Staged, stage
+from envs.local.staging import Staged, default_cache_dir, stage
 from envs.sandbox import Sandbox
 from envs.steps import separate_tasks
 from envs.task import Environment, Task
@@ -68,22 +72,38 @@ class LocalConfig:
     """For the compiled agent; None: /var/cache/thresher for root, else ~/.cache/thresher."""
     cgroup_parent: Path | None = None
     """A delegated cgroup v2 directory; None: that of this process."""
+    mounts: tuple[str, ...] = ()
+    """Directories of this machine that every box sees, read-only, as HOST:INSIDE (an agent's programs, say). Every user
+    must be able to enter them."""
 
     def __post_init__(self) -> None:
         if self.network not in ("none", "refuse"):
             raise ValueError(f'network must be "none" or "refuse", got {self.network!r}')
+        for mount in self.mounts:
+            parts = mount.split(":")
+            if len(parts) != 2 or not all(part.startswith("/") and part != "/" for part in parts):
+                raise ValueError(f"mounts must be HOST:INSIDE, two absolute paths, got {mount!r}")
         for name in ("default_memory_mb", "default_storage_mb", "max_processes", "max_creating"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
 
 
 class LocalProvider:
-    """Implements envs.sandbox.SandboxProvider. Use it from one event loop; `close` it at the end."""
+    """Implements SandboxProvider and LeaseRegister. Use it from one event loop; `close` it at the end."""
 
     name = "bubblewrap"
 
-    def __init__(self, config: LocalConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: LocalConfig | None = None,
+        *,
+        terms: LeaseTerms | None = None,
+        gate: CreationGate | None = None,
+    ) -> None:
         self.config = config or LocalConfig()
+        self._terms = terms or LeaseTerms()
+        self._gate = gate or RateGate()
+        self._leases = LeaseFiles(self.config.cache_dir or default_cache_dir())
         self._creating = asyncio.Semaphore(self.config.max_creating)
         self._preparing: asyncio.Task[_Prepared] | None = None
         self._layouts: OrderedDict[tuple[str, Path], Layout] = OrderedDict()
@@ -105,12 +125,28 @@ class LocalProvider:
         """See SandboxProvider."""
         self.check(task)
         prepared = await self._prepare()
-        async with self._creating:
+        async with self._creating, self._gate.admit():
             sandbox = await self._create(prepared, self._layout(task), task.environment, owner)
         try:
-            yield sandbox
+            with self._leases.hold(self._terms.lease(owner), sandbox.label):
+                yield sandbox
         finally:
             await sandbox.stop()
+
+    async def list_leases(self) -> list[LeasedSandbox]:
+        """See LeaseRegister."""
+        return await asyncio.to_thread(self._leases.list)
+
+    async def remove(self, sandbox: LeasedSandbox) -> None:
+        """See LeaseRegister."""
+        await asyncio.to_thread(self._leases.remove, sandbox.id)
+
+    async def sweep_machine(self) -> None:
+        """Ends what dead drivers left on this machine, leases or not: processes, control groups, lease files."""
+        with contextlib.suppress(SandboxRefused):  # no cgroups, so none were left
+            await asyncio.to_thread(_sweep, find_cgroups(self.config.cgroup_parent))
+        await asyncio.to_thread(_sweep, None)
+        await sweep(self)
 
     async def close(self) -> None:
         """Ends every parked launcher and removes its cgroups; a later `start` begins anew."""
@@ -139,6 +175,7 @@ class LocalProvider:
         staged = await asyncio.to_thread(stage, self.config.cache_dir)
         cgroups = self._find_cgroups()
         await asyncio.to_thread(_sweep, cgroups)
+        await sweep(self)
         slots = SlotConfig(
             staged=staged,
             cgroups=cgroups,
@@ -194,7 +231,8 @@ class LocalProvider:
         limits = SandboxLimits(
             max_output_bytes=config.max_output_bytes, grace_s=config.grace_s, request_s=config.start_timeout_s
         )
-        sandbox = LocalSandbox(slot, prepared.pool, layout, limits, owner=owner)
+        release = partial(prepared.pool.give_back, slot)
+        sandbox = LocalSandbox(slot, release, layout, limits, owner=owner)
         try:
             await self._start_box(prepared, slot, sandbox, environment)
             await sandbox.put(layout.files)
@@ -221,7 +259,7 @@ class LocalProvider:
         try:
             with theirs:
                 slot.start(
-                    bwrap_arguments(prepared.staged, disk_bytes=storage_mb * _MIB),
+                    bwrap_arguments(prepared.staged, disk_bytes=storage_mb * _MIB, mounts=self.config.mounts),
                     limits,
                     (theirs.fileno(), errors_inside),
                 )

@@ -1,19 +1,20 @@
-"""LocalSandbox: one box, spoken to through the agent inside it.
+"""LocalSandbox: one box on this machine, spoken to through the agent inside it.
 
-Invariant: after `stop` no process of the box lives and its slot is parked or closed. How a box ended decides the error:
-killed from inside is SandboxDied, anything else SandboxError. Made by envs/local/provider.py.
+Invariant: after `stop` no process of the box lives and its box was released. How a box ended decides the error:
+killed from inside is SandboxDied, anything else SandboxError.
+Made by envs/local/provider.py (its box is a Slot) and envs/containers/provider.py (its box is a container).
 """
 
 import asyncio
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from envs.errors import SandboxDied, SandboxError
 from envs.local.layout import Layout, dir_entries, file_entries, gather
-from envs.local.slots import Slot, SlotPool
 from envs.local.wire import Answer, Connection, Operation, encode_exec, encode_get
 from envs.sandbox import ExecResult
 
@@ -32,19 +33,54 @@ class SandboxLimits:
     """Deadline of everything that is not a command."""
 
 
-class LocalSandbox:
-    """Implements envs.sandbox.Sandbox. `pool` gets the slot back at `stop`."""
+class Box(Protocol):
+    """What a LocalSandbox knows of the box around its agent."""
 
-    def __init__(self, slot: Slot, pool: SlotPool, layout: Layout, limits: SandboxLimits, *, owner: str) -> None:
+    @property
+    def label(self) -> str:
+        """What its processes on the host are called by."""
+        ...
+
+    @property
+    def ended(self) -> object | None:
+        """None before the box was started."""
+        ...
+
+    async def wait_ended(self) -> int | None:
+        """The box's wait status; None when what held it failed."""
+        ...
+
+    def hit_memory_limit(self) -> bool | None:
+        """Whether it was killed for its own memory limit; None when nothing can tell."""
+        ...
+
+
+class LocalSandbox:
+    """Implements envs.sandbox.Sandbox. `release` is awaited once, at `stop`, when the connection is closed."""
+
+    def __init__(
+        self,
+        box: Box,
+        release: Callable[[], Awaitable[None]],
+        layout: Layout,
+        limits: SandboxLimits,
+        *,
+        owner: str,
+    ) -> None:
         self.workdir = layout.workdir
         self.owner = owner
-        self._slot = slot
-        self._pool = pool
+        self._box = box
+        self._release = release
         self._env = layout.env
         self._limits = limits
         self._connection = Connection(self._on_lost)
         self._stopping: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[SandboxDied | SandboxError] | None = None
+
+    @property
+    def label(self) -> str:
+        """Of its box's processes on the host; see envs/local/labels.py."""
+        return self._box.label
 
     @property
     def connection(self) -> Connection:
@@ -112,9 +148,9 @@ class LocalSandbox:
         self._connection.close()
         if self._judging is not None:
             await self._judging
-        elif self._slot.ended is not None:
-            await self._slot.wait_ended()
-        await self._pool.give_back(self._slot)
+        elif self._box.ended is not None:
+            await self._box.wait_ended()
+        await self._release()
 
     async def _start_command(self, body: bytes, deadline_s: float) -> Answer:
         """The command's answer. A box that cannot start one for 2 s has used up its processes or memory."""
@@ -148,12 +184,12 @@ class LocalSandbox:
         return type(error)(*error.args)  # one for each who asks, since raising fills in a traceback
 
     def _on_lost(self) -> None:
-        if self._stopping is None and self._slot.ended is not None:
+        if self._stopping is None and self._box.ended is not None:
             self._judging = asyncio.create_task(self._judge())
 
     async def _judge(self) -> SandboxDied | SandboxError:
-        status = await self._slot.wait_ended()
-        hit_memory_limit = self._slot.hit_memory_limit()
+        status = await self._box.wait_ended()
+        hit_memory_limit = self._box.hit_memory_limit()
         if hit_memory_limit:
             return SandboxDied("the box's first process was killed: memory limit")
         how = "with its launcher" if status is None else f"with wait status {status:#x}"

@@ -1,4 +1,4 @@
-"""The files that a box is started with: bubblewrap, the compiled agent and launcher, the seccomp filter.
+"""The files that a box is started with: bubblewrap, the compiled agent, launcher and relay, the seccomp filter.
 
 Invariant: a staged directory is complete or absent, is named by the hash of what it was made from and never changes.
 The unprivileged user that boxes run as can reach it, unlike an environment under /root.
@@ -18,7 +18,7 @@ from envs.errors import SandboxRefused
 from envs.local.seccomp import seccomp_filter
 
 _HERE = Path(__file__).parent
-_SOURCES = ("agent.c", "launcher.c")
+_SOURCES = ("agent.c", "launcher.c", "relay.c")
 _FLAGS = ("-O2", "-static", "-Wall", "-s")
 
 
@@ -29,6 +29,8 @@ class Staged:
     bwrap: Path
     agent: Path
     launcher: Path
+    relay: Path
+    """For the boxes of agents that speak HTTP: envs/agent_command.py."""
     seccomp: Path
 
 
@@ -48,6 +50,7 @@ def stage(cache_dir: Path | None = None) -> Staged:
         bwrap=inner,
         agent=directory / "box" / "agent",
         launcher=directory / "launcher",
+        relay=directory / "relay",
         seccomp=directory / "seccomp.bpf",
     )
 
@@ -89,6 +92,7 @@ def _fill(made: Path, bwrap: Path) -> None:
     (made / "box").mkdir(parents=True)
     _compile(_HERE / "agent.c", made / "box" / "agent")
     _compile(_HERE / "launcher.c", made / "launcher")
+    _compile(_HERE / "relay.c", made / "relay")
     (made / "seccomp.bpf").write_bytes(seccomp_filter())
     copy = made / "bwrap" / bwrap.relative_to(bwrap.parents[2])
     copy.parent.mkdir(parents=True)

@@ -26,8 +26,8 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path):
 def test_auto_takes_the_number_format_of_the_saved_model(tmp_path: Path):
     args = ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float32"))
     assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs"
-    with pytest.raises(ValueError, match="names dtype 'float16': set the server's dtype"):
-        ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float16"))
+    with pytest.raises(ValueError, match="names dtype 'float8': set the server's dtype"):
+        ServerConfig().resolved_engine_args(saved(tmp_path, dtype="float8"))
 
 
 def test_a_context_ends_where_the_model_has_no_more_positions(tmp_path: Path):
@@ -46,8 +46,10 @@ def test_a_gpu_server_spreads_over_its_gpus_and_leaves_the_cpu_settings_out(tmp_
     config = ServerConfig(dtype=DType.BFLOAT16, tensor_parallel_size=2, num_gpus=2)
     assert "kv_cache_memory_bytes" not in config.resolved_engine_args(saved(tmp_path))
     assert "OMP_NUM_THREADS" not in config.environment()
-    with pytest.raises(ValueError, match="num_gpus must be 0"):
+    with pytest.raises(ValueError, match=r"num_gpus must be 0 \(CPU\) or tensor_parallel_size=2 x .*, got 1"):
         ServerConfig(tensor_parallel_size=2, num_gpus=1)
+    with pytest.raises(ValueError, match="pipeline and data parallelism need GPUs"):
+        ServerConfig(data_parallel_size=2)
 
 
 @pytest.mark.parametrize(

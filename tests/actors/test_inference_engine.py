@@ -12,7 +12,8 @@ import torch
 
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine
-from actors.inference_errors import NonFiniteLogprobs, ServerGone, ServerNotReady, VersionProofError
+from actors.inference_errors import NonFiniteLogprobs, RequestDropped, ServerNotReady, VersionProofError
+from actors.inference_request import Part, Request, join_parts, rest_of
 from actors.sync_config import SyncConfig
 from actors.version_proof import Published, check_canary, check_probe, probe_ids
 from actors.weight_noise import Noise, tensor_groups
@@ -80,8 +81,11 @@ class Served:
         self.engine.quarantine(reason)
 
     async def sample(self, prompt_ids, params, *, stop_ids, key):
-        request_id = f"{key}-{next(self._numbers)}"
-        return await self.engine.generate(prompt_ids, params, stop_ids=stop_ids, request_id=request_id)
+        request = Request(prompt_ids=prompt_ids, params=params, stop_ids=stop_ids)
+        return join_parts([part async for part in self.parts(request)])
+
+    def parts(self, request: Request):
+        return self.engine.generate(request, f"r-{next(self._numbers)}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -154,36 +158,82 @@ async def test_an_update_in_mid_reply_splits_it_into_spans_of_the_weights_that_s
         assert worst_gap(completion.logprobs[first:], reference[first:]) > 1e-3, "the old weights sampled no more"
 
 
+async def cached_tokens(served: Served, prompt: list[int], salt: str) -> tuple[int, float]:
+    """(prompt tokens read from the cache, worst gap of the reply's log-probabilities to the current weights)."""
+    begin, params = served.engine.stats.num_cached_tokens, SamplingParams(max_tokens=8)
+    request = Request(prompt_ids=prompt, params=params, stop_ids=[], salt=salt)
+    completion = join_parts([part async for part in served.parts(request)])
+    reference = served.source.logprobs([*prompt, *completion.ids])[len(prompt) - 1 :]
+    return served.engine.stats.num_cached_tokens - begin, worst_gap(completion.logprobs, reference)
+
+
 async def test_a_shared_prefix_is_reused_within_a_version_and_recomputed_after_a_sync(served: Served):
-    prompt, params = [11 + k % 300 for k in range(200)], SamplingParams(max_tokens=8)
-
-    async def cached() -> tuple[int, list[float], list[float]]:
-        begin = served.engine.num_cached_tokens
-        completion = await served.sample(prompt, params, stop_ids=[], key="p")
-        reference = served.source.logprobs([*prompt, *completion.ids])[len(prompt) - 1 :]
-        return served.engine.num_cached_tokens - begin, list(completion.logprobs), reference
-
-    assert (await cached())[0] == 0
-    num_cached, logprobs, reference = await cached()
-    assert num_cached == 192 and worst_gap(logprobs, reference) < 1e-5
+    prompt = [11 + k % 300 for k in range(200)]
+    assert (await cached_tokens(served, prompt, salt=""))[0] == 0
+    num_cached, gap = await cached_tokens(served, prompt, salt="")
+    assert num_cached == 192 and gap < 1e-5
     served.source.step(2)
     await served.update()
-    num_cached, logprobs, reference = await cached()
+    num_cached, gap = await cached_tokens(served, prompt, salt="")
     assert num_cached == 0, "the new version read the old one's cache"
-    assert worst_gap(logprobs, reference) < 1e-5
+    assert gap < 1e-5
 
 
-@pytest.mark.parametrize("mode", [UpdateMode.WAIT, UpdateMode.ABORT])
-async def test_wait_lets_replies_end_on_the_old_weights_and_abort_drops_them(served: Served, mode: UpdateMode):
+async def test_a_salt_of_its_own_keeps_a_trajectorys_cache_across_a_sync_from_everybody_else(served: Served):
+    """What the test above would see without isolation: cached tokens, and a gap to the weights' log-probabilities."""
+    prompt = [17 + k % 300 for k in range(200)]
+    assert (await cached_tokens(served, prompt, salt="g.0"))[0] == 0
+    served.source.step(6)
+    await served.update()
+    num_cached, gap = await cached_tokens(served, prompt, salt="g.0")
+    assert num_cached == 192 and gap > 1e-3
+    assert (await cached_tokens(served, prompt, salt="g.1"))[0] == 0, "another trajectory read it"
+
+
+async def test_a_reply_is_handed_on_while_it_is_sampled(served: Served):
+    began = served.engine.stats.num_requests
+    request = Request(prompt_ids=PROMPT, params=SamplingParams(max_tokens=100), stop_ids=[])
+    parts, usage = [], 0.0
+    async for part in served.parts(request):
+        parts.append(part)
+        usage = max(usage, served.engine.kv_usage)
+    assert [len(part.ids) for part in parts] == [1, 32, 32, 32, 3]
+    assert [part.finish_reason for part in parts] == ["", "", "", "", "length"]
+    assert 0 < usage < 1 and served.engine.stats.num_requests == began + 1 and served.engine.kv_usage == 0
+
+
+async def test_wait_lets_replies_end_on_the_old_weights(served: Served):
     before = served.n
     reply = asyncio.create_task(served.sample(PROMPT, SamplingParams(max_tokens=150), stop_ids=[], key="w"))
     await asyncio.sleep(0.2)
-    await served.update(mode=mode)
-    if mode is UpdateMode.WAIT:
-        assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=150),)
-    else:
-        with pytest.raises(ServerGone, match="dropped request"):
-            await reply
+    await served.update(mode=UpdateMode.WAIT)
+    assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=150),)
+
+
+async def test_abort_drops_a_reply_whose_tokens_go_on_under_the_new_weights(served: Served):
+    before, old = served.n, copy.deepcopy(served.source)
+    request = Request(prompt_ids=PROMPT, params=SamplingParams(max_tokens=190), stop_ids=[])
+    parts: list[Part] = []
+
+    async def take() -> None:
+        async for part in served.parts(rest_of(request, parts)):
+            parts.append(part)
+
+    taking = asyncio.create_task(take())
+    await asyncio.sleep(0.1)
+    served.source.step(7)
+    await served.update(mode=UpdateMode.ABORT)
+    with pytest.raises(RequestDropped, match="dropped request"):
+        await taking
+    begin = served.engine.stats.num_prompt_tokens
+    await take()
+    completion = join_parts(parts)
+    assert len(completion.ids) == 190 and [span.version.n for span in completion.spans] == [before, before + 1]
+    first = completion.spans[0].num_tokens
+    assert served.engine.stats.num_prompt_tokens - begin == 50 + first, "the sampled tokens were prefilled again"
+    ids = [*PROMPT, *completion.ids]
+    assert worst_gap(completion.logprobs[:first], old.logprobs(ids)[49 : 49 + first]) < 1e-5
+    assert worst_gap(completion.logprobs[first:], served.source.logprobs(ids)[49 + first :]) < 1e-5
 
 
 async def test_every_tensor_that_stays_old_is_named_by_the_load(served: Served):

@@ -24,7 +24,21 @@ class FakeWorker:
         self.broken = broken
         self.running = 0
         self.most = 0
+        self.is_closed = False
         self.play = SimpleNamespace(remote=self._play)
+        self.ready = SimpleNamespace(remote=self._ready)
+        self.close = SimpleNamespace(remote=self._close)
+        self.pid = SimpleNamespace(remote=self._pid)
+
+    async def _ready(self) -> dict[str, str]:
+        return {}
+
+    async def _pid(self) -> int:
+        return 1
+
+    async def _close(self) -> None:
+        assert self.running == 0
+        self.is_closed = True
 
     async def _play(self, task: Task, group_id: str, size: int) -> GroupHandle:
         self.running += size
@@ -70,7 +84,9 @@ def requests(count: int) -> Iterator[GroupRequest]:
 
 def make_pool(workers: list[FakeWorker], max_rollouts: int) -> RolloutPool:
     config = RolloutPoolConfig(num_workers=len(workers), max_rollouts=max_rollouts)
-    return RolloutPool(config, workers, sandbox={}, group_deadline_s=5)
+    segments = [f"w{index}.seg" for index in range(len(workers))]
+    pids = list(range(len(workers)))
+    return RolloutPool(config, workers, sandbox={}, group_deadline_s=5, segments=segments, pids=pids)
 
 
 async def test_no_more_rollouts_run_than_there_are_slots() -> None:
@@ -135,3 +151,50 @@ async def test_what_breaks_the_source_of_tasks_is_raised_where_groups_are_taken(
     async with pool.stream(broken(), 2, buffer, lambda: buffer.version) as stream:
         with pytest.raises(OSError, match="tasks are gone"):
             await stream.take(V0, 5)
+
+
+def make_growing_pool(workers: list[FakeWorker], ended: list[FakeWorker]) -> RolloutPool:
+    """A pool of the first worker that starts the others when asked."""
+    return RolloutPool(
+        RolloutPoolConfig(max_rollouts=8),
+        workers[:1],
+        sandbox={},
+        group_deadline_s=5,
+        segments=["w0.seg"],
+        pids=[0],
+        start_worker=lambda index: (workers[index], f"w{index}.seg"),
+        end_worker=ended.append,
+    )
+
+
+async def test_a_worker_added_while_groups_run_takes_the_next_ones() -> None:
+    first, second = workers = [FakeWorker(delay_s=0.05), FakeWorker(delay_s=0.01)]
+    pool = make_growing_pool(workers, [])
+    playing = asyncio.create_task(pool.play(next(requests(1)), 4))
+    await asyncio.sleep(0)
+    assert await pool.add_worker() == 1
+    await pool.play(next(requests(1)), 4)
+    assert (first.most, second.most) == (4, 4)
+    await playing
+
+
+async def test_a_removed_worker_ends_after_its_last_group_and_takes_no_other() -> None:
+    first, second = workers = [FakeWorker(delay_s=0.05), FakeWorker(delay_s=0.01)]
+    ended: list[FakeWorker] = []
+    pool = make_growing_pool(workers, ended)
+    playing = asyncio.create_task(pool.play(next(requests(1)), 4))
+    await asyncio.sleep(0)
+    await pool.add_worker()
+    leaving = asyncio.create_task(pool.remove_worker(0))
+    await asyncio.sleep(0)
+    await pool.play(next(requests(1)), 2)
+    assert not first.is_closed, "its Group still runs"
+    assert first.most == 4 and second.most == 2
+    await asyncio.gather(leaving, playing)
+    assert first.is_closed and ended == [first] and [index for index, _ in pool.fleet.serving()] == [1]
+
+
+async def test_the_last_worker_cannot_be_removed() -> None:
+    pool = make_growing_pool([FakeWorker()], [])
+    with pytest.raises(ValueError, match="one must be left"):
+        await pool.remove_worker(0)

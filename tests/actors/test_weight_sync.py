@@ -6,7 +6,7 @@ import pytest
 from actors import weight_sync
 from actors.errors import ActorDied
 from actors.inference_errors import VersionProofError, WeightSyncError, WeightSyncTimeout
-from actors.sync_config import SyncConfig
+from actors.sync_config import SyncConfig, Transport
 from actors.weight_sync import WeightSync
 from tests.fakes.synced_server import FakeServer, FakeSource, FakeTarget
 from trajectories.schema import PolicyVersion
@@ -102,6 +102,14 @@ async def test_a_dead_server_is_passed_over_and_healed_with_the_latest_version(t
     assert target.servers[1].loaded == [V0, V1]
 
 
+async def test_through_the_object_store_servers_get_the_shards_references(tmp_path):
+    target = FakeTarget(FakeServer("a"))
+    sync = sync_of(target, tmp_path, canary=False, transport=Transport.OBJECT_STORE)
+    await sync.publish(V0)
+    (manifest,) = target.servers[0].manifests
+    assert list(manifest.objects) == ["weights-00000.safetensors"]
+
+
 async def test_publish_fails_when_every_server_is_dead(tmp_path):
     target = FakeTarget(FakeServer("a"))
     target.servers[0].fails = ActorDied("a: its process died")
@@ -166,3 +174,13 @@ async def test_a_restarted_servers_canary_and_a_roll_take_turns(tmp_path):
     await sync.publish(V2)
     await sync.close()
     assert server.is_open and server.quarantined == ""
+
+
+async def test_after_a_restore_every_server_has_the_weights_when_publish_returns(tmp_path):
+    target, source = FakeTarget(FakeServer("a", delay_s=0.05), FakeServer("b")), FakeSource()
+    sync = sync_of(target, tmp_path, source, canary=False, barrier=False)
+    await sync.publish(V3)
+    restored = PolicyVersion(lineage=1, n=1)
+    source.step()
+    await sync.publish(restored, barrier=True)
+    assert [server.loaded[-1] for server in target.servers] == [restored, restored]

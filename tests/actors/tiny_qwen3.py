@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.weight_objects import put_stage
 from actors.weight_stage import Manifest, write_stage
 from trajectories.schema import PolicyVersion
 
@@ -56,6 +57,9 @@ class TinySource:
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         return self.stage(directory, version)
+
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        return put_stage(manifest)
 
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         return self.logprobs(ids)

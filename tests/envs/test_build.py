@@ -6,6 +6,7 @@ import pytest
 
 from envs.build import EpisodeConfig, HarnessName, build_episode
 from envs.harbor import load_task
+from envs.remote_sampler import Teacher
 from envs.terminus2.prompts import ReplyFormat
 from envs.terminus2.summary import SummaryConfig
 from tests.envs.task_dirs import make_task_dir
@@ -44,4 +45,7 @@ def test_what_cannot_be_played_is_refused_when_the_config_is_made() -> None:
         EpisodeConfig(keep_dir=Path("kept"))
     with pytest.raises(ValueError, match="at most half of context_tokens"):
         EpisodeConfig(summarize=True, context_tokens=2048)
+    teacher = Teacher(base_url="http://127.0.0.1:1/v1", model="m")
+    with pytest.raises(ValueError, match="summarize needs a served policy"):
+        build_episode(EpisodeConfig(summarize=True, context_tokens=32768), model=None, sampler=teacher)
     EpisodeConfig(summarize=True, context_tokens=2048, summary=SummaryConfig(below_tokens=512, unwind_tokens=256))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,10 @@ class FakeSource:
         await asyncio.sleep(self.delay_s)
         return write_stage(directory, version, iter(self.weights.items()))
 
+    async def put_stage(self, manifest: Manifest) -> Manifest:
+        shards = {tensor.shard for tensor in manifest.tensors}
+        return replace(manifest, objects={shard: (manifest.directory / shard).read_bytes() for shard in shards})
+
     async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
         return say(self.weights, ids)
 
@@ -57,6 +62,7 @@ class FakeServer:
         self.is_open = False
         self.quarantined = ""
         self.loaded: list[PolicyVersion] = []
+        self.manifests: list[Manifest] = []
         self.weights: dict[str, torch.Tensor] = {}
 
     async def load(
@@ -72,6 +78,7 @@ class FakeServer:
         if stale and self.reads_back:
             raise VersionProofError(f"{self.name}: kernels do not hold {', '.join(stale)}")
         self.loaded.append(manifest.version)
+        self.manifests.append(manifest)
         self.is_open = admits
         return LoadReport(
             version=manifest.version,

@@ -18,10 +18,10 @@ class PlainLearner:
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=betas, weight_decay=0.0)
 
-    def logprobs(self, sample: Sample) -> Tensor:
+    def logprobs(self, sample: Sample, temperature: float = 1.0) -> Tensor:
         """[N] log-probabilities of the trained tokens."""
         ids = torch.from_numpy(sample.ids).long()
-        log_probs = self.model(ids[None]).logits[0].log_softmax(-1)
+        log_probs = (self.model(ids[None]).logits[0] / temperature).log_softmax(-1)
         trained = torch.from_numpy(sample.mask).nonzero()[:, 0]
         return log_probs[trained - 1, ids[trained]]
 

@@ -58,6 +58,42 @@ def test_a_torn_checkpoint_is_refused_by_name(tiny_model: Path, tmp_path: Path) 
         learner.load(tmp_path / "checkpoint")
 
 
+def test_a_checkpoint_with_a_cut_file_is_refused_by_the_name_of_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.save(tmp_path / "checkpoint")
+    data = next((tmp_path / "checkpoint").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"checkpoint is torn: {data.name} has \d+ bytes instead of \d+"):
+        learner.load(tmp_path / "checkpoint")
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(tiny_model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    plan = sft_plan(store, make_samples([30, 20])).ranks[0]
+    learner = Learner(CONFIG, model=tiny_model)
+    losses(learner, plan, store, 2)
+    before = learner.logprobs([3, 1, 4])
+    learner.begin_save(tmp_path / "checkpoint")
+    rest = losses(learner, plan, store, 2)
+    learner.finish_save()
+    resumed = Learner(CONFIG, model=tiny_model)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.logprobs([3, 1, 4]) == before
+    assert losses(resumed, plan, store, 2) == rest
+
+
+def test_a_save_in_the_background_that_fails_raises_when_it_is_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.begin_save(tmp_path / "first")
+    learner.finish_save()
+    learner.finish_save()  # nothing to wait for
+    (tmp_path / "second.old").write_text("in the way of the rename")
+    (tmp_path / "second").mkdir()
+    learner.begin_save(tmp_path / "second")
+    with pytest.raises(OSError, match="second"):
+        learner.finish_save()
+
+
 def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(CONFIG, model=tiny_model)
     learner.save(tmp_path / "checkpoint")

@@ -15,8 +15,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from learners.attention import PACKED_ATTENTION, packed_layout
+from learners import fused_linear
+from learners.attention import packed_layout
 from learners.cpu_layers import use_cpu_layers
+from learners.hugging_face import PACKED_ATTENTION
+from tests.learners.live_bytes import LiveBytes
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
@@ -28,6 +31,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "initializer_range": 0.2,
 }
+DEEP: dict[str, Any] = SHAPE | {"num_hidden_layers": 12, "intermediate_size": 96, "hidden_size": 36}
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
 LENGTHS = [9, 8, 3]
 
@@ -41,17 +45,20 @@ def make(family: type[PreTrainedConfig]) -> Any:
     return model.model
 
 
-def run(decoder: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    ids = torch.arange(sum(LENGTHS))[None] % 50
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    output = decoder(input_ids=ids, position_ids=positions, use_cache=False, layout=packed_layout(LENGTHS))
+def run(decoder: Any, lengths: list[int] = LENGTHS) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = torch.arange(sum(lengths))[None] % 50
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    output = decoder(input_ids=ids, position_ids=positions, use_cache=False, layout=packed_layout(lengths))
     hidden = output.last_hidden_state
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
     return hidden.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cpu_layers_equal_those_of_transformers(family: type[PreTrainedConfig]) -> None:
+def test_cpu_layers_equal_those_of_transformers(
+    family: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_linear, "CHUNK_TOKENS", 7)  # 20 tokens: two whole chunks and a part
     theirs, ours = make(family), make(family)
     assert use_cpu_layers(ours)
     (their_hidden, their_grads), (our_hidden, our_grads) = run(theirs), run(ours)
@@ -59,6 +66,20 @@ def test_cpu_layers_equal_those_of_transformers(family: type[PreTrainedConfig]) 
     assert our_grads.keys() == their_grads.keys()
     for name, gradient in their_grads.items():
         assert float((our_grads[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+def test_cpu_layers_keep_at_most_two_thirds_of_what_transformers_keep(family: type[PreTrainedConfig]) -> None:
+    theirs, ours = (
+        AutoModelForCausalLM.from_config(family(**DEEP), attn_implementation=PACKED_ATTENTION).model for _ in range(2)
+    )
+    assert use_cpu_layers(ours)
+    peaks = []
+    for decoder in (ours, theirs):
+        with LiveBytes() as live:
+            run(decoder, [400, 300, 200])
+        peaks.append(live.peak)
+    assert peaks[0] < peaks[1] * 2 / 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from learners.attention import packed_layout
 from learners.config import LearnerConfig
@@ -83,3 +85,17 @@ def test_no_samples_make_one_untrained_token(network: PolicyNetwork) -> None:
     logprobs_N, entropy_N = network(batch, 1.0)
     assert logprobs_N.numel() == entropy_N.numel() == 0
     logprobs_N.sum().backward()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
+def test_packed_equals_alone_for_any_lengths(network: PolicyNetwork, lengths: list[int]) -> None:
+    samples = make_samples(lengths)
+    with torch.no_grad():
+        batch = pack(weighted(samples))
+        packed_N, entropy_N = network(batch, 1.0)
+        for index, sample in enumerate(samples):
+            alone_N, alone_entropy_N = network(pack(weighted([sample])), 1.0)
+            mine_N = batch.members_N == index
+            torch.testing.assert_close(packed_N[mine_N], alone_N, rtol=0, atol=1e-5)
+            torch.testing.assert_close(entropy_N[mine_N], alone_entropy_N, rtol=0, atol=1e-5)

@@ -1,9 +1,11 @@
 """Plans: who is trained, what the denominator counts, and how the work is split."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learners.advantages import advantages_of
+from learners.config import AdvantageKind, Aggregation
 from learners.plan import BatchPlan, SizedSample, balanced_bins, plan_batch, plan_samples
 from trajectories.handle import BranchSize, GroupHandle, Location, MemberSummary
 from trajectories.schema import Outcome
@@ -42,6 +44,13 @@ def test_a_group_trains_each_valid_member_with_its_advantage() -> None:
     assert [(ref.member, ref.advantage) for ref in refs_of(plan)] == [(0, 1.0), (1, -0.5), (2, -0.5)]
     assert plan.num_tokens == 12
     assert {ref.weight for ref in refs_of(plan)} == {1 / 12}
+
+
+def test_a_down_weighted_group_counts_for_less_and_the_others_for_no_more() -> None:
+    groups = [group(member(1.0), member(0.0)), group(member(1.0), member(0.0), offset=1)]
+    plan = plan_batch(groups, num_ranks=1, max_tokens=100, group_weights=[1.0, 0.5])
+    assert [(ref.location.offset, ref.advantage) for ref in refs_of(plan)] == [(0, 1.0), (0, -1.0), (1, 0.5), (1, -0.5)]
+    assert plan.num_tokens == 16 and {ref.weight for ref in refs_of(plan)} == {1 / 16}
 
 
 def test_each_branch_of_a_trajectory_is_trained_with_its_advantage() -> None:
@@ -121,13 +130,90 @@ def test_bins_hold_each_sample_once_within_the_limit_and_divide_over_ranks(
     assert len(bins) % num_ranks == 0
 
 
+# Two Groups: tokens trained by their members are (4 + 2, 4) and (1, 3), advantages (1, -1) each.
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        (Aggregation.TOKEN_MEAN, [1 / 14] * 5),
+        (Aggregation.SEQUENCE_MEAN, [1 / (4 * 6), 1 / (4 * 6), 1 / (4 * 4), 1 / (4 * 1), 1 / (4 * 3)]),
+        (Aggregation.SEQUENCE_MEAN_TOKEN_SUM, [1 / 4] * 5),
+    ],
+)
+def test_weights_of_each_aggregation_by_hand(aggregation: Aggregation, weights: list[float]) -> None:
+    first = group(member(1.0, branches=((10, 4), (7, 2))), member(0.0))
+    second = group(member(1.0, branches=((5, 1),)), member(0.0, branches=((5, 3),)), offset=7)
+    plan = plan_batch([first, second], aggregation=aggregation, num_ranks=2, max_tokens=20)
+    assert [ref.weight for ref in refs_of(plan)] == pytest.approx(weights)
+    assert plan.num_tokens == 14
+
+
+def test_a_sequence_mean_counts_members_with_advantage_zero_but_not_those_that_said_nothing() -> None:
+    silent = member(0.5, branches=((10, 0),))
+    plan = plan_batch(
+        [group(member(1.0), member(0.5), member(0.0), silent)],
+        aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+        num_ranks=1,
+        max_tokens=100,
+    )
+    assert [ref.weight for ref in refs_of(plan)] == [1 / 3] * 2
+
+
+def test_samples_of_sft_are_sequences_of_their_own() -> None:
+    samples = [SizedSample(location=LOCATION, num_tokens=10, num_trained=trained) for trained in (2, 5)]
+    plan = plan_samples(samples, aggregation=Aggregation.SEQUENCE_MEAN, num_ranks=1, max_tokens=20)
+    assert [ref.weight for ref in refs_of(plan)] == [1 / (2 * 2), 1 / (2 * 5)]
+
+
+def test_batch_normalised_advantages_train_groups_of_equal_rewards() -> None:
+    plan = plan_batch(
+        [group(member(1.0), member(1.0)), group(member(0.0), member(0.0), offset=7)],
+        advantages=advantages_of(AdvantageKind.BATCH_NORMALIZED),
+        num_ranks=1,
+        max_tokens=100,
+    )
+    assert plan.metrics["plan/groups_trained"] == 2.0
+    assert [ref.advantage > 0 for ref in refs_of(plan)] == [True, True, False, False]
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60), num_ranks=st.integers(1, 4))
+def test_no_two_ranks_differ_by_more_than_the_longest_sample(lengths: list[int], num_ranks: int) -> None:
+    bins = balanced_bins(lengths, num_ranks=num_ranks, max_tokens=100)
+    loads = [sum(lengths[item] for bin_ in bins[rank::num_ranks] for item in bin_) for rank in range(num_ranks)]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+EXCLUDED_REWARDS = [None, 0.0, 1.0, -1e30, float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("kind", AdvantageKind)
+@settings(max_examples=30)
 @given(
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=6),
-    num_lost=st.integers(0, 3),
+    lost=st.lists(st.sampled_from(EXCLUDED_REWARDS), max_size=3),
+    aggregation=st.sampled_from(Aggregation),
     num_ranks=st.integers(1, 3),
 )
-def test_excluded_members_change_no_plan(rewards: list[float], num_lost: int, num_ranks: int) -> None:
-    lost = [member(None, Outcome.CANCELLED, branches=((99, 98),))] * num_lost
+def test_excluded_members_change_no_plan_whatever_their_reward(
+    kind: AdvantageKind, rewards: list[float], lost: list[float | None], aggregation: Aggregation, num_ranks: int
+) -> None:
+    excluded = [member(reward, Outcome.CANCELLED, branches=((99, 98),)) for reward in lost]
     valid = [member(reward) for reward in rewards]
-    plans = [plan_batch([group(*members)], num_ranks=num_ranks, max_tokens=100) for members in (valid, [*valid, *lost])]
+    plans = [
+        plan_batch(
+            [group(*members), group(member(1.0), member(0.0), offset=7)],
+            advantages=advantages_of(kind),
+            aggregation=aggregation,
+            num_ranks=num_ranks,
+            max_tokens=100,
+        )
+        for members in (valid, [*valid, *excluded])
+    ]
     assert plans[0] == plans[1]
+
+
+def test_with_a_penalty_every_valid_member_is_computed() -> None:
+    """Equal rewards have no advantage, but a KL term still pulls on what they sampled."""
+    equal = group(member(1.0), member(1.0), member(None, Outcome.SANDBOX_ERROR))
+    assert plan_batch([equal], num_ranks=1, max_tokens=100).num_samples == 0
+    plan = plan_batch([equal], has_penalty=True, num_ranks=1, max_tokens=100)
+    assert [(ref.member, ref.advantage, ref.weight) for ref in refs_of(plan)] == [(0, 0.0, 1 / 8), (1, 0.0, 1 / 8)]

@@ -1,5 +1,6 @@
-"""Two ranks over gloo, in real processes, against one rank on the same Samples."""
+"""Ranks over gloo, in real processes, against one rank on the same Samples."""
 
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ PROBE = [3, 1, 4, 1, 5]
 
 
 def plans(sized: list[SizedSample], num_ranks: int) -> list[BatchPlan]:
-    """Three steps; the last has one Sample, so that the second rank is without work."""
+    """Three steps; the last has one Sample, so that all ranks but the first are without work."""
     batches = [sized[:5], sized[5:], sized[2:3]]
     return [plan_samples(batch, num_ranks=num_ranks, max_tokens=CONFIG.max_tokens) for batch in batches]
 
 
 def train(learner: Learner, plans: list[BatchPlan], store: Path, rank: int) -> list[dict[str, float]]:
-    kinds = (LossKind.CROSS_ENTROPY, LossKind.CLIPPED, LossKind.CROSS_ENTROPY)
+    sft = LossConfig(kind=LossKind.CROSS_ENTROPY)
+    losses = (sft, LossConfig(kind=LossKind.CLIPPED, kl_coef=0.1), sft)
     return [
-        learner.forward_backward(plan.ranks[rank], LossConfig(kind=kind), store) | learner.optim_step()
-        for plan, kind in zip(plans, kinds, strict=True)
+        learner.forward_backward(plan.ranks[rank], loss, store) | learner.optim_step()
+        for plan, loss in zip(plans, losses, strict=True)
     ]
 
 
@@ -42,29 +44,47 @@ def observe(learner: Learner, plan: BatchPlan, store: Path, rank: int) -> dict[s
 
 
 def run_rank(
-    rank: int, num_ranks: int, model: Path, sized: list[SizedSample], directory: Path, results: "Queue[Any]"
+    rank: int,
+    num_ranks: int,
+    sequence_parallel: int,
+    model: Path,
+    sized: list[SizedSample],
+    directory: Path,
+    results: "Queue[Any]",
 ) -> None:
     torch.set_num_threads(1)
     init_process_group(f"file://{directory}/meet", rank=rank, world_size=num_ranks, timeout_s=60)
-    learner = Learner(CONFIG, model=model, rank=rank, world_size=num_ranks)
-    steps = plans(sized, num_ranks)
-    store = directory / "store"
-    metrics = train(learner, steps, store, rank)
-    learner.save(directory / "checkpoint")
+    config = replace(CONFIG, sequence_parallel=sequence_parallel, reference=model)
+    learner = Learner(config, model=model, rank=rank, world_size=num_ranks)
+    steps = plans(sized, num_ranks // sequence_parallel)
+    store, share = directory / "store", rank // sequence_parallel
+    metrics = train(learner, steps, store, share)
+    learner.begin_save(directory / "checkpoint")
     learner.save_pretrained(directory / "saved")
-    results.put((rank, metrics, observe(learner, steps[0], store, rank)))
+    learner.finish_save()
+    results.put((rank, metrics, observe(learner, steps[0], store, share)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_give_the_losses_updates_and_checkpoint_of_one(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "sequence_parallel"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_give_the_losses_updates_and_checkpoint_of_one(
+    tiny_model: Path, tmp_path: Path, num_ranks: int, sequence_parallel: int
+) -> None:
     sized = store_samples(tmp_path / "store", make_samples(LENGTHS))
     context = get_context("spawn")
     results = context.Queue()
-    arguments = (2, tiny_model, sized, tmp_path, results)
-    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+    arguments = (num_ranks, sequence_parallel, tiny_model, sized, tmp_path, results)
+    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     by_rank = {rank: rest for rank, *rest in (results.get(timeout=240) for _ in processes)}
@@ -72,18 +92,19 @@ def test_two_ranks_give_the_losses_updates_and_checkpoint_of_one(tiny_model: Pat
         process.join(30)
         assert process.exitcode == 0
 
-    one = Learner(CONFIG, model=tiny_model)
+    one = Learner(replace(CONFIG, reference=tiny_model), model=tiny_model)
     steps = plans(sized, 1)
     expected_metrics = train(one, steps, tmp_path / "store", 0)
     expected = observe(one, steps[0], tmp_path / "store", 0)
-    for rank in range(2):
+    for rank in range(num_ranks):
         metrics, seen = by_rank[rank]
         assert metrics == by_rank[0][0]
         assert seen["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
         assert_same_weights(seen["weights"], expected["weights"])
     for ours, theirs in zip(by_rank[0][0], expected_metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    sequences = plans(sized, 2)[0].in_given_order(by_rank[0][1]["sequences"] + by_rank[1][1]["sequences"])
+    shares = [by_rank[rank][1]["sequences"] for rank in range(0, num_ranks, sequence_parallel)]
+    sequences = plans(sized, len(shares))[0].in_given_order([value for share in shares for value in share])
     assert sequences == pytest.approx(steps[0].in_given_order(expected["sequences"]), abs=1e-4)
 
     resharded = Learner(CONFIG, model=tiny_model)

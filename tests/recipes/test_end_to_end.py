@@ -27,9 +27,14 @@ from envs.terminus2.harness import Malformed
 from learners.config import LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch
 from recipes import evaluate, export, harvest, rloo
+from recipes.alarms import AlarmConfig
+from recipes.event_log import read_history
 from recipes.policies import PolicyConfig
+from recipes.schedule import Schedule
+from recipes.side_evaluation import SideEvaluationConfig
 from tests.recipes.conftest import TINY
 from trajectories.handle import GroupHandle
+from trajectories.ledger import Ledger
 from trajectories.schema import Group, PolicyVersion
 from trajectories.store import scan
 
@@ -58,6 +63,9 @@ def test_the_tiny_policy_learns(taught: Path, tmp_path: Path) -> None:
         policy=PolicyConfig(model=str(taught / "model")),
         episode=TINY.episode,
         learner=LearnerConfig(lr=1e-3),
+        eval=SideEvaluationConfig(every=6, limit=12),
+        checkpoint_every=6,
+        alarms=AlarmConfig(window=1),
     )
     summary = asyncio.run(rloo.main(config))
     assert summary["engine"] == ENGINE
@@ -65,7 +73,11 @@ def test_the_tiny_policy_learns(taught: Path, tmp_path: Path) -> None:
     assert (summary["learner"], summary["world_size"]) == ("FSDPPolicyNetwork", 1)
     assert summary["weight_syncs"] == 13 and summary["weight_syncs_in_flight"] > 0
     assert summary["max_staleness_seen"] <= 1
-    rewards = [row["reward_mean"] for row in rows(config.run)]
+    history = read_history(config.run)
+    scores = {metrics["eval/version"]: metrics["eval/solved"] for _, metrics in history if "eval/version" in metrics}
+    assert 6.0 in scores and summary["best_version"] in (6, 12)
+    assert (config.run / "best" / "model.safetensors").is_file() == (summary["best_version"] == 6)
+    rewards = [metrics["reward_mean"] for _, metrics in history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.08, rewards
     assert (config.run / "model" / "model.safetensors").is_file()
     assert list((config.run / "tb").iterdir())
@@ -107,7 +119,8 @@ async def play_and_train_in_turn(config: rloo.Config, run: Path) -> list[list[Gr
     store.mkdir(parents=True)
     model = Path(config.policy.model)
     tasks = resolve_tasks(config.tasks)
-    requests = rloo.group_requests(tasks, config.seed, 0, skip=set())
+    ledger = Ledger(run / "ledger" / "store")
+    requests = iter(Schedule(tasks, ledger, seed=config.seed, epochs=None))
     steps: list[list[GroupHandle]] = []
     async with (
         start_cluster(ClusterConfig()),
@@ -129,6 +142,7 @@ async def play_and_train_in_turn(config: rloo.Config, run: Path) -> list[list[Gr
             steps.append(handles)
         await weights.close()
         await learner.save_pretrained(run / "model")
+    ledger.close()
     return steps
 
 

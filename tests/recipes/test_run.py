@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from recipes.event_log import read_history
 from recipes.progress import ProgressDisplay
-from recipes.run import Run
+from recipes.run import Run, finished_summary
+from recipes.totals import Totals
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +61,15 @@ def test_tensorboard_reads_the_same_metrics_back(tmp_path: Path):
             run.log(step, {"train/loss": 0.5 / step})
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_the_history_of_a_run_is_the_last_line_of_each_step(tmp_path: Path):
+    assert read_history(tmp_path) == [], "a new run has none"
+    with Run.open(tmp_path, Config()) as run:
+        run.log(1, {"reward": 0.1})
+        run.log(2, {"reward": 0.2, "broken": float("nan")})
+        run.log(1, {"reward": 0.3})
+    assert read_history(tmp_path) == [(1, {"reward": 0.3}), (2, {"reward": 0.2})]
 
 
 def test_a_value_that_is_not_finite_is_null_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -200,7 +211,8 @@ def test_opening_a_run_imports_no_torch_ray_or_vllm(tmp_path: Path):
 import sys
 from pathlib import Path
 import recipes.interrupt
-from recipes.run import Run
+from recipes.run import Run, finished_summary
+from recipes.totals import Totals
 assert "tensorboard" not in sys.modules and "rich" not in sys.modules
 with Run.open(Path(sys.argv[1]), {"a": 1}) as run:
     run.log(1, {"loss": 1.0})
@@ -210,3 +222,46 @@ print(sorted({"torch", "ray", "vllm", "tensorflow"} & sys.modules.keys()))
         [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_pinned_facts_must_be_found_unchanged(tmp_path: Path):
+    with Run.open(tmp_path, Config()) as run:
+        run.pin("tasks", {"count": 24, "digest": "ab"})
+    with Run.open(tmp_path, Config()) as run:
+        run.pin("tasks", {"count": 24, "digest": "ab"})
+        with pytest.raises(ValueError, match="other tasks: count was 24, is 30; digest was 'ab', is 'cd'"):
+            run.pin("tasks", {"count": 30, "digest": "cd"})
+
+
+def test_a_finished_run_is_known_without_changing_anything(tmp_path: Path):
+    assert finished_summary(tmp_path, Config()) is None
+    with Run.open(tmp_path, Config()) as run:
+        run.summary({"solved": 0.5})
+    assert finished_summary(tmp_path, Config()) is None, "it was interrupted"
+    with Run.open(tmp_path, Config()) as run:
+        run.summary({"finished": True})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert finished_summary(tmp_path, Config()) == {"solved": 0.5, "finished": True}
+    with pytest.raises(ValueError, match=r"lr was 0\.5, is 0\.1"):
+        finished_summary(tmp_path, Config(lr=0.1))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with Run.open(tmp_path, Config()):
+        assert finished_summary(tmp_path, Config()) is None, "it goes on"
+
+
+def test_events_are_lines_with_their_facts(tmp_path: Path):
+    with Run.open(tmp_path, Config()) as run:
+        run.event("learner restored", lost_steps=2)
+    (line,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert line.pop("time") > 1e9
+    assert line == {"event": "learner restored", "lost_steps": 2}
+
+
+def test_totals_go_on_over_processes(tmp_path: Path):
+    with Run.open(tmp_path, Config()) as run:
+        assert run.last_metrics() == {}
+        run.log(1, Totals({})({"weight_syncs": 3.0}, max_staleness=1))
+    with Run.open(tmp_path, Config()) as run:
+        totals = Totals(run.last_metrics())({"weight_syncs": 2.0}, max_staleness=0)
+    assert (totals["total/weight_syncs"], totals["total/max_staleness"]) == (5.0, 1.0)
+    assert totals["total/seconds"] > 0

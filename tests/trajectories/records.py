@@ -5,7 +5,7 @@ import math
 from hypothesis import strategies as st
 
 from trajectories.handle import Location
-from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, VersionSpan
+from trajectories.schema import Group, Outcome, PolicyVersion, Trajectory, Turn, TurnTokens, Usage, VersionSpan
 
 LOCATION = Location(segment="w0.seg", offset=0, length=100)
 
@@ -105,6 +105,14 @@ def drawn_tokens(draw: st.DrawFn, *, context_len: int = 0) -> TurnTokens:
     )
 
 
+drawn_usage = st.builds(
+    Usage,
+    prompt_tokens=st.integers(0, 1 << 40),
+    completion_tokens=st.integers(0, 1 << 40),
+    cost_usd=st.floats(0, 1e6),
+)
+
+
 @st.composite
 def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
     """A Trajectory of up to 5 Turns whose prefixes break now and then; some Turns hold no tokens."""
@@ -121,6 +129,7 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
                 finish_reason=draw(st.sampled_from(["stop", "length"])),
                 tokens=turn_tokens,
                 sample_s=draw(st.floats(0, 1e6)),
+                usage=draw(st.none() | drawn_usage),
             )
         )
     return Trajectory(

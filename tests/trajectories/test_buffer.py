@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trajectories.records import LOCATION, scored_group, version
-from trajectories.buffer import EndOfTasks, GroupBuffer, StalenessPolicy, TakeTimeout
+from trajectories.buffer import EndOfTasks, GiveBack, GroupBuffer, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle, summarize
 
 
@@ -107,6 +107,21 @@ async def test_drop_does_not_wait_and_counts_what_it_gives_back_by_length():
     metrics = buffer.metrics()
     assert metrics["buffer/given_back/stale"] == 1
     assert metrics["buffer/stale/tokens_le_8"] == 1, "its members have 2 prompt and 3 sampled tokens"
+
+
+async def test_down_weight_neither_waits_nor_drops_and_counts_what_is_beyond_the_bound_by_length():
+    buffer = GroupBuffer(groups_per_step=1, max_staleness=1, version=version(0), policy=StalenessPolicy.DOWN_WEIGHT)
+    await admit_and_start(buffer, "slow")
+    await finish(buffer, "a")
+    assert ids(await buffer.take(version(0), 1)) == ["a"]
+    buffer.advance(version(1))
+    await finish(buffer, "b", n=1)
+    assert ids(await buffer.take(version(1), 1)) == ["b"], "slow is still running, and nobody waits for it"
+    buffer.advance(version(2))
+    buffer.put(handle("slow"))
+    assert ids(await buffer.take(version(2), 1)) == ["slow"], "at age 2, one beyond the bound"
+    assert buffer.metrics()["buffer/beyond/tokens_le_8"] == 1
+    assert (buffer.max_staleness_seen, buffer.num_consumed) == (2, 3)
 
 
 async def test_tokens_of_excluded_members_do_not_age_a_group():
@@ -269,3 +284,25 @@ def test_impossible_sizes_are_refused(groups_per_step: int, max_staleness: int, 
         GroupBuffer(
             version=version(0), groups_per_step=groups_per_step, max_staleness=max_staleness, min_valid=min_valid
         )
+
+
+async def test_groups_of_before_a_restart_are_taken_in_while_they_are_kin_fresh_and_permitted():
+    given_back = []
+    buffer = GroupBuffer(
+        groups_per_step=1,
+        max_staleness=1,
+        version=version(3, lineage=1),
+        forks={0: 3},
+        on_given_back=lambda group_id, reason: given_back.append((group_id, reason)),
+    )
+    assert buffer.readmit(handle("kin", n=2)) and buffer.holds("kin")
+    assert not buffer.readmit(handle("past the checkpoint", n=4))
+    assert not buffer.readmit(handle("old", n=1))
+    assert buffer.readmit(handle("kin too", n=3))
+    assert not buffer.readmit(handle("one too many", n=3))
+    assert given_back == [
+        ("past the checkpoint", GiveBack.ABANDONED_LINEAGE),
+        ("old", GiveBack.STALE),
+        ("one too many", GiveBack.SURPLUS),
+    ]
+    assert [h.group_id for h in await buffer.take(version(3, lineage=1), 1)] == ["kin"], "the older one first"

@@ -23,6 +23,8 @@ from trajectories.store import (
     read_sample,
     scan,
     scan_samples,
+    scan_tails,
+    segments_in_use,
 )
 
 GROUPS = [scored_group([1.0, 0.0, None], group_id=f"g{index}") for index in range(3)]
@@ -219,3 +221,19 @@ def test_every_acknowledged_group_survives_a_writer_killed_while_appending(tmp_p
         with StoreWriter(tmp_path / str(lives), "w0") as store:
             store.append(GROUPS[0])
         assert _read(tmp_path / str(lives)) == [*survivors, "g0"]
+
+
+def test_a_tail_is_read_from_the_byte_given_and_a_segment_that_was_never_written_is_empty(tmp_path: Path):
+    with StoreWriter(tmp_path, "w0") as writer:
+        locations = [writer.append(group) for group in GROUPS]
+        assert writer.num_bytes == locations[-1].offset + locations[-1].length
+    starts = {"w0.seg": locations[1].offset, "w9.seg": 0}
+    assert list(scan_tails(tmp_path, starts)) == list(zip(locations[1:], GROUPS[1:], strict=True))
+    assert list(scan_tails(tmp_path, {"w0.seg": locations[-1].offset + locations[-1].length})) == []
+
+
+def test_segments_of_living_writers_are_known(tmp_path: Path):
+    with StoreWriter(tmp_path, "w0"):
+        StoreWriter(tmp_path, "w1").close()
+        assert segments_in_use(tmp_path) == [tmp_path / "w0.seg"]
+    assert segments_in_use(tmp_path) == []

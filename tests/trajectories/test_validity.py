@@ -83,6 +83,7 @@ def test_metrics_of_two_groups_by_hand():
         "trained_tokens_mean": 3,
         "seconds_mean": 1.75,
         "prefix_breaks_mean": 0,
+        "prefix_breaks_alarm": 0,
         "zero_variance_share": 0.5,
         "under_filled_share": 0,
         "outcome/completed": 4,

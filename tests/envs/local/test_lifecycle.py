@@ -278,7 +278,7 @@ async def test_an_unisolated_bwrap_is_refused(tmp_path: Path, monkeypatch: pytes
     await real.provenance()
     await real.close()
 
-    def without_network_namespace(staged: Staged, *, disk_bytes: int) -> list[str]:
+    def without_network_namespace(staged: Staged, *, disk_bytes: int, mounts: tuple[str, ...]) -> list[str]:
         return [each for each in bwrap_arguments(staged, disk_bytes=disk_bytes) if each != "--unshare-net"]
 
     monkeypatch.setattr("envs.local.provider.bwrap_arguments", without_network_namespace)

@@ -1,0 +1,117 @@
+"""What the gateway's protocols have in common: messages, tools, and tool calls in the text of a reply.
+
+Invariant: every protocol's request becomes these records, so a history is compared in one form whoever sent it.
+Called by the protocols (envs/gateway/chat.py and its neighbours), the session and the prompts.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A function that the policy asks for."""
+
+    name: str
+    arguments: str
+    """JSON, in one spelling per value, so that equal calls compare equal."""
+
+    def values(self) -> Any:
+        """The arguments as values; under "text" where the policy wrote something else than a JSON object."""
+        try:
+            value = cast(object, json.loads(self.arguments))
+        except ValueError:
+            value = self.arguments
+        return cast(Any, value) if isinstance(value, dict) else {"text": self.arguments}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One message of a dialogue."""
+
+    role: str
+    """"system", "user", "assistant" or "tool"."""
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    """Of an assistant only."""
+
+    @property
+    def text(self) -> str:
+        """Words and calls as one text."""
+        return "\n".join([*([self.content] if self.content else []), *(spell_call(call) for call in self.calls)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    description: str
+    parameters: str
+    """Its JSON schema, as JSON."""
+
+    def spec(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**function, "parameters": json.loads(self.parameters)}}
+
+
+def spell_json(value: object) -> str:
+    """The JSON of a value, keys in order."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def make_call(name: str, arguments: object) -> ToolCall:
+    """A call with its arguments in the one spelling; `arguments` is a JSON text, or a value.
+
+    A text that is no JSON is kept as it is: a client must be able to send back what a policy wrote.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = cast(object, json.loads(arguments or "{}"))
+        except ValueError:
+            return ToolCall(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=spell_json(arguments))
+
+
+def spell_call(call: ToolCall) -> str:
+    """A call as a policy writes it (the convention of Hermes and Qwen templates)."""
+    return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+
+
+def parse_reply(text: str) -> Said:
+    """The assistant's message of a reply: words before, between and after its calls, and the calls.
+
+    A call that is not JSON, or lacks a name, stays among the words: the client then sees what the policy wrote.
+    """
+    calls: list[ToolCall] = []
+    words: list[str] = []
+    done = 0
+    for match in _CALL.finditer(text):
+        call = _parse_call(match.group(1))
+        if call is not None:
+            words.append(text[done : match.start()])
+            calls.append(call)
+            done = match.end()
+    words.append(text[done:])
+    if not calls:
+        return Said(role="assistant", content=text)
+    kept = [part.strip() for part in words]
+    return Said(role="assistant", content="\n".join(part for part in kept if part), calls=tuple(calls))
+
+
+def _parse_call(text: str) -> ToolCall | None:
+    try:
+        value = cast(object, json.loads(text))
+    except ValueError:
+        return None
+    if not isinstance(value, Mapping):
+        return None
+    call = cast(Mapping[str, object], value)
+    name = call.get("name")
+    return make_call(name, call.get("arguments", {})) if isinstance(name, str) and name else None

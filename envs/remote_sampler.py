@@ -1,0 +1,320 @@
+"""Teachers behind an OpenAI-compatible endpoint: asked by text, at the rate that they bear, within a budget.
+
+Invariant: a reply is either recorded with its usage or an error was raised; no key is ever held in a config, a log or a
+Trajectory, only the name of the environment variable that holds it. Built by envs/build.py from a recipe's Teacher.
+
+Failures: SamplerError when no reply came in time, ContextLimit when the endpoint says that the prompt is too long,
+BudgetExceeded when the budget is spent, TeacherRefused when the endpoint will never answer such a request.
+"""
+
+import asyncio
+import email.utils
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from envs.conversation import TurnLog
+from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
+from envs.sampler import SamplingParams
+from trajectories.schema import Turn, Usage
+
+if TYPE_CHECKING:  # the client takes a second to import, which only they pay who ask a teacher
+    import openai
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LIMIT = 8.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 60.0
+_DEFAULT_PAUSE_S = 1.0
+"""After a 429 that names no time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """An OpenAI-compatible endpoint that plays instead of a served policy."""
+
+    base_url: str = ""
+    """As the `openai` client takes it: http://HOST/v1. Empty: no teacher."""
+    model: str = ""
+    api_key_env: str = ""
+    """NAME of the environment variable that holds the key, on every node; empty when the endpoint wants none."""
+    max_concurrency: int = 64
+    """Requests at once; fewer while the endpoint answers 429."""
+    max_attempts: int = 8
+    """For one reply, those answered 429 apart."""
+    request_timeout_s: float = 600.0
+    reply_deadline_s: float = 3600.0
+    """For one reply, every attempt and pause included."""
+    max_tokens: int | None = None
+    """Budget: prompt and completion tokens of the whole run."""
+    max_cost_usd: float | None = None
+    """Budget: needs the two prices."""
+    prompt_usd_per_million: float = 0.0
+    completion_usd_per_million: float = 0.0
+
+    def __post_init__(self) -> None:
+        if bool(self.base_url) != bool(self.model):
+            raise ValueError("teacher.base_url and teacher.model go together; give both, or neither")
+        for name in ("max_concurrency", "max_attempts", "request_timeout_s", "reply_deadline_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"teacher.{name} must be above 0, got {getattr(self, name)}")
+        if self.max_cost_usd is not None and not (self.prompt_usd_per_million or self.completion_usd_per_million):
+            raise ValueError("teacher.max_cost_usd needs prompt_usd_per_million and completion_usd_per_million")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a teacher at all."""
+        return bool(self.base_url)
+
+    def key(self) -> str:
+        """The key itself. Raises ValueError when its variable is not set."""
+        if not self.api_key_env:
+            return "none"
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ValueError(f"environment variable {self.api_key_env} (teacher.api_key_env) is not set; export it")
+        return key
+
+    def share(self, num_workers: int, spent: Usage) -> "Teacher":
+        """What each of the workers may spend and ask at once, after what the run has spent before.
+
+        Budgets are split evenly and kept by each worker on its own, so no request waits for another process.
+        """
+        tokens, cost = self.max_tokens, self.max_cost_usd
+        return replace(
+            self,
+            max_tokens=None if tokens is None else (tokens - spent.num_tokens) // num_workers,
+            max_cost_usd=None if cost is None else (cost - spent.cost_usd) / num_workers,
+            max_concurrency=max(1, self.max_concurrency // num_workers),
+        )
+
+
+class RemoteConversation:
+    """A Conversation whose replies come from a Teacher; its Turns hold text and usage, no tokens."""
+
+    def __init__(self, endpoint: "Endpoint", params: SamplingParams, *, max_turns: int) -> None:
+        self._endpoint = endpoint
+        self._params = params
+        self._max_turns = max_turns
+        self._log = TurnLog()
+        self._messages: list[dict[str, str]] = []
+
+    @property
+    def prompt(self) -> str:
+        """The first user message; "" before the first `ask`."""
+        return self._log.prompt
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """All Turns; the last one's observation is "" until the next reply came."""
+        return self._log.turns
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the last reply was cut at its token limit."""
+        return self._log.was_cut
+
+    async def ask(self, message: str) -> str:
+        """The teacher's reply. Raises TurnLimit before asking, and what the module lists."""
+        if len(self._log.turns) >= self._max_turns:
+            raise TurnLimit(f"{self._max_turns} turns are played")
+        asked = time.monotonic()
+        messages = [*self._messages, {"role": "user", "content": message}]
+        reply = await self._endpoint.ask(messages, self._params)
+        self._messages = [*messages, {"role": "assistant", "content": reply.text}]
+        self._log.record(message, asked, reply.text, reply.finish_reason, None, usage=reply.usage)
+        return reply.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteReply:
+    """What one request brought."""
+
+    text: str
+    finish_reason: str
+    """"stop" or "length"."""
+    usage: Usage
+
+
+class Endpoint:
+    """The one way of a process to its Teacher: every request passes one limiter and one budget."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        """Raises ValueError when the key's variable is not set."""
+        self._teacher = teacher
+        self._key = teacher.key()
+        self._client: openai.AsyncOpenAI | None = None
+        self.limiter = Limiter(teacher.max_concurrency)
+        self.budget = _Budget(teacher)
+
+    async def ask(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> RemoteReply:
+        """The reply to a dialogue, after as many attempts as it takes. Raises what the module lists."""
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(self._teacher.reply_deadline_s):
+                while len(failures) < self._teacher.max_attempts:
+                    reply = await self._attempt(messages, params, failures)
+                    if reply is not None:
+                        return reply
+        except TimeoutError:
+            failures.append(f"no reply within {self._teacher.reply_deadline_s:g} s")
+        raise SamplerError(f"teacher {self._teacher.model}: {'; '.join(failures[-3:])}")
+
+    async def close(self) -> None:
+        """Ends the client's connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _attempt(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, failures: list[str]
+    ) -> RemoteReply | None:
+        """One request; None when it failed in a way that may pass, after the pause that this takes."""
+        import openai
+
+        async with self.limiter.slot() as began:
+            self.budget.check()
+            try:
+                response = await self._request(messages, params)
+            except openai.RateLimitError as error:
+                if error.code == "insufficient_quota":
+                    raise BudgetExceeded(f"the account of teacher {self._teacher.model} is used up: {error}") from error
+                self.limiter.throttle(began, retry_after_s(error.response.headers.get("retry-after")))
+                return None
+            except (openai.APIConnectionError, openai.InternalServerError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                logger.warning("teacher=%s attempt=%d failed: %s", self._teacher.model, len(failures), error)
+            except openai.APIStatusError as error:
+                raise _refusal(error, self._teacher) from error
+            else:
+                self.limiter.succeed()
+                return self._read(response)
+        await asyncio.sleep(_backoff_s(len(failures)))
+        return None
+
+    async def _request(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Any:
+        import openai
+
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                base_url=self._teacher.base_url,
+                api_key=self._key,
+                max_retries=0,  # retries are ours: they must pass the limiter
+                timeout=self._teacher.request_timeout_s,
+            )
+        return await self._client.chat.completions.create(
+            model=self._teacher.model,
+            messages=cast(Any, list(messages)),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            max_tokens=params.max_tokens,
+        )
+
+    def _read(self, response: Any) -> RemoteReply:
+        usage = self.budget.add(response.usage)
+        choice = response.choices[0] if response.choices else None
+        if choice is None or choice.finish_reason not in ("stop", "length"):
+            why = choice.finish_reason if choice else "no choice"
+            raise SamplerError(f"teacher {self._teacher.model} gave no reply in words: {why}")
+        return RemoteReply(text=choice.message.content or "", finish_reason=choice.finish_reason, usage=usage)
+
+
+class Limiter:
+    """How many requests run at once: one more for each round that went well, half as many after a 429 (AIMD)."""
+
+    def __init__(self, highest: int) -> None:
+        self.limit = min(_FIRST_LIMIT, float(highest))
+        self._highest = float(highest)
+        self._running = 0
+        self._changed = asyncio.Condition()
+        self._throttled = 0.0
+        self._paused_until = 0.0
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncGenerator[float]:
+        """Holds one of the slots; gives the time at which it was taken."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._running < int(self.limit))
+            self._running += 1
+        try:
+            await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
+            yield time.monotonic()
+        finally:
+            self._running -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    def succeed(self) -> None:
+        """A request went well: the limit rises by one over a whole round of them."""
+        self.limit = min(self._highest, self.limit + 1 / self.limit)
+
+    def throttle(self, began: float, pause_s: float) -> None:
+        """A 429 to a request that `began` then: halves the limit, once for all that were under way, and pauses."""
+        if began > self._throttled:
+            self.limit = max(1.0, self.limit / 2)
+            self._throttled = time.monotonic()
+            logger.info("teacher answers 429: at most %d requests at once, after %.1f s", int(self.limit), pause_s)
+        self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
+
+
+class _Budget:
+    """What is spent of what may be spent."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self._teacher = teacher
+        self.spent = Usage(prompt_tokens=0, completion_tokens=0, cost_usd=0.0)
+
+    def check(self) -> None:
+        """Raises BudgetExceeded when nothing is left."""
+        tokens, cost = self._teacher.max_tokens, self._teacher.max_cost_usd
+        if tokens is not None and self.spent.num_tokens >= tokens:
+            raise BudgetExceeded(f"teacher.max_tokens is spent ({self.spent.num_tokens} of {max(0, tokens)} here)")
+        if cost is not None and self.spent.cost_usd >= cost:
+            spent = f"{self.spent.cost_usd:.4f} of {max(0.0, cost):.4f} here"
+            raise BudgetExceeded(f"teacher.max_cost_usd is spent ({spent})")
+
+    def add(self, reported: Any) -> Usage:
+        """Books what a response reports, and returns it. Raises TeacherRefused when a budget cannot be kept."""
+        if reported is None and (self._teacher.max_tokens is not None or self._teacher.max_cost_usd is not None):
+            raise TeacherRefused(f"{self._teacher.base_url} reports no usage, so no budget can be kept; leave it out")
+        num_prompt = int(reported.prompt_tokens) if reported else 0
+        num_sampled = int(reported.completion_tokens) if reported else 0
+        prices = self._teacher.prompt_usd_per_million, self._teacher.completion_usd_per_million
+        cost_usd = (num_prompt * prices[0] + num_sampled * prices[1]) / 1e6
+        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_sampled, cost_usd=cost_usd)
+        self.spent = self.spent + usage
+        return usage
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds that a Retry-After header asks for: a number, or a date."""
+    if not header:
+        return _DEFAULT_PAUSE_S
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return _DEFAULT_PAUSE_S
+
+
+def _refusal(error: "openai.APIStatusError", teacher: Teacher) -> Exception:
+    text = f"{error.code or ''} {error.message}".lower()
+    if error.status_code == 400 and ("context_length" in text or "context length" in text or "too long" in text):
+        return ContextLimit(f"teacher {teacher.model}: {error.message}")
+    if error.status_code in (408, 409):
+        return SamplerError(f"teacher {teacher.model}: {error.message}")
+    problem = f"{teacher.base_url} refuses model {teacher.model}: {error.status_code} {error.message}"
+    if error.status_code in (401, 403):
+        problem += f"; teacher.api_key_env is {teacher.api_key_env!r}"
+    return TeacherRefused(problem)
+
+
+def _backoff_s(num_failures: int) -> float:
+    """Doubles with each failure, with jitter, so that clients that failed together do not come back together."""
+    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.0)

@@ -1,0 +1,84 @@
+"""The learner group over fake ranks: whose death explains a failure."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray.exceptions
+
+from actors.errors import LearnerLost
+from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
+from learners.config import LearnerConfig
+from learners.plan import BatchPlan, plan_samples
+
+
+class FakeRank:
+    """Ends its optimizer step after `delay_s` as told."""
+
+    def __init__(self, ending: Exception | None, delay_s: float = 0.0) -> None:
+        self.optim_step = SimpleNamespace(remote=self._optim_step)
+        self._ending = ending
+        self._delay_s = delay_s
+
+    async def _optim_step(self) -> dict[str, float]:
+        await asyncio.sleep(self._delay_s)
+        if self._ending is not None:
+            raise self._ending
+        return {"lr": 0.5}
+
+
+def group_of(*ranks: FakeRank) -> LearnerGroup:
+    config = LearnerGroupConfig(num_ranks=len(ranks))
+    return LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"), ranks=ranks)
+
+
+DEATH = ray.exceptions.ActorUnavailableError("gone", None)
+
+
+async def test_a_rank_that_dies_is_a_lost_learner_even_if_others_hang() -> None:
+    with pytest.raises(LearnerLost, match="the learner is lost: optim_step on rank 1: its process cannot be reached"):
+        await asyncio.wait_for(group_of(FakeRank(None, 30), FakeRank(DEATH)).optim_step(), 5)
+
+
+async def test_a_broken_connection_that_a_death_explains_is_a_lost_learner() -> None:
+    with pytest.raises(LearnerLost, match="rank 1"):
+        await group_of(FakeRank(RuntimeError("connection closed by peer")), FakeRank(DEATH, 0.05)).optim_step()
+
+
+async def test_a_failure_without_a_death_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await group_of(FakeRank(RuntimeError("out of memory")), FakeRank(None, 0.05)).optim_step()
+
+
+async def test_ranks_that_live_give_the_first_ones_metrics() -> None:
+    assert await group_of(FakeRank(None), FakeRank(None)).optim_step() == {"lr": 0.5}
+
+
+def sharing(num_ranks: int, sequence_parallel: int) -> LearnerGroup:
+    config, learner = LearnerGroupConfig(num_ranks=num_ranks), LearnerConfig(sequence_parallel=sequence_parallel)
+    return LearnerGroup(config, learner, model=Path("m"), store=Path("s"))
+
+
+def plan(num_ranks: int) -> BatchPlan:
+    return plan_samples([], num_ranks=num_ranks, max_tokens=8)
+
+
+def test_neighbours_that_share_micro_batches_get_the_same_share() -> None:
+    group, dealt = sharing(4, 2), plan(2)
+    assert group.num_shares == 2
+    first, second = dealt.ranks
+    shares = group._shares(dealt)
+    assert all(share is expected for share, expected in zip(shares, (first, first, second, second), strict=True))
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a plan for 4 ranks does not fit 4 learner ranks .* plan with num_ranks=2"):
+        sharing(4, 2)._shares(plan(4))
+
+
+async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
+    config, learner = LearnerGroupConfig(num_ranks=3), LearnerConfig(sequence_parallel=2)
+    with pytest.raises(ValueError, match=r"learner\.sequence_parallel=2 must divide learner\.num_ranks=3"):
+        async with start_learner_group(config, learner, model=Path("model"), store=Path("store")):
+            pass
