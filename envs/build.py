@@ -239,9 +239,7 @@ def _converse(
         return lambda task, key: oracle_conversation(task, config.terminal_prompts)
     if isinstance(sampler, Teacher):
         if config.summarize:
-            raise ValueError(
-                "summarize needs a served policy: the context of a remote teacher is not counted here"
-            )
+            raise ValueError("summarize needs a served policy: the context of a remote teacher is not counted here")
         endpoint = Endpoint(sampler)
         return lambda task, key: RemoteConversation(endpoint, config.sampling, max_turns=config.max_turns)
     if model is None or sampler is None:
