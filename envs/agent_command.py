@@ -1,7 +1,7 @@
 """AgentCommand: any program that speaks OpenAI's or Anthropic's protocol, run inside a Sandbox as the Harness.
 
-Invariant: the program reaches the gateway's door and nothing else, with a token that dies with the rollout; its Turns
-are what the gateway's session recorded. Made by envs/build.py; called by envs/episode.py.
+Invariant: the program reaches the gateway's door and nothing else, with a token that is void as soon as it ended; its
+Turns are what the gateway's session recorded. Made by envs/build.py; called by envs/episode.py.
 
 The program finds in its environment:
     OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY     http://127.0.0.1:PORT/v1 and the session's token
@@ -65,6 +65,7 @@ class AgentCommand:
         Raises what kept its last request from a reply, AgentFailed, and AgentCommandError when it never asked.
         """
         assert isinstance(conversation, Session), "agent-command speaks through a gateway session"
+        conversation.open()
         try:
             await self._open_relay(sandbox)
             env = self._environment(task, conversation)

@@ -14,6 +14,8 @@ from typing import Annotated
 import tyro
 
 from envs.agent_command import AgentCommand, AgentCommandConfig
+from envs.answer import AnswerForm, AnswerHarness
+from envs.bash_tools import BashTools, BashToolsConfig
 from envs.conversation import SampledConversation, ScriptedConversation
 from envs.creation import CreationGate
 from envs.episode import Episode
@@ -23,7 +25,7 @@ from envs.gateway.session import Session, SessionConfig, Sessions
 from envs.harness import Conversation, Harness
 from envs.local.staging import stage
 from envs.nop import NopHarness
-from envs.oracle import oracle_conversation
+from envs.oracle import SolutionScript, oracle_conversation, script_conversation
 from envs.providers import ProviderName, SandboxConfig, build_provider
 from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
 from envs.renderer import load_renderer
@@ -31,7 +33,8 @@ from envs.sampler import Sampler, SamplingParams
 from envs.sandbox import SandboxProvider
 from envs.task import Task
 from envs.terminus2.harness import Malformed, Terminus2
-from envs.terminus2.prompts import COMPACT, FULL, Prompts
+from envs.terminus2.prompts import COMPACT, FULL, Prompts, ReplyFormat, in_format
+from envs.terminus2.summary import SummaryConfig
 from envs.timeouts import TimeoutRule
 
 ProviderBuilder = Callable[[SandboxConfig], SandboxProvider]
@@ -44,8 +47,14 @@ class HarnessName(StrEnum):
 
     TERMINUS_2 = "terminus-2"
     """A served policy drives a terminal."""
+    BASH_TOOLS = "bash-tools"
+    """A served policy calls a bash tool, and submit; the image needs no tmux."""
+    ANSWER = "answer"
+    """A served policy replies once, and its reply becomes a file."""
     ORACLE = "oracle"
     """The reference solution, played through the same terminal in the same reply format."""
+    ORACLE_SCRIPT = "oracle-script"
+    """The reference solution, run whole: for solutions that cannot be typed, and images without tmux."""
     AGENT_COMMAND = "agent-command"
     """A third-party agent inside the sandbox, on a served policy; `agent.command` says which."""
     NOP = "nop"
@@ -54,11 +63,12 @@ class HarnessName(StrEnum):
     @property
     def needs_policy(self) -> bool:
         """Whether a policy must be served."""
-        return self in (HarnessName.TERMINUS_2, HarnessName.AGENT_COMMAND)
+        needing = (HarnessName.TERMINUS_2, HarnessName.BASH_TOOLS, HarnessName.ANSWER, HarnessName.AGENT_COMMAND)
+        return self in needing
 
 
 class PromptStyle(StrEnum):
-    """How the harness speaks to the policy."""
+    """How terminus-2 speaks to the policy."""
 
     COMPACT = "compact"
     """The bare instruction and screen, for a tiny policy: a whole rollout stays under 300 tokens."""
@@ -77,8 +87,16 @@ class EpisodeConfig:
 
     harness: Annotated[HarnessName, tyro.conf.arg(aliases=["--harness"])] = HarnessName.TERMINUS_2
     prompts: PromptStyle = PromptStyle.COMPACT
+    reply_format: ReplyFormat = ReplyFormat.JSON
+    """How terminus-2's replies are written, the oracle's too."""
     malformed: Malformed = Malformed.REASK
     """What a reply that cannot be parsed leads to."""
+    summarize: bool = False
+    """Whether terminus-2 sums up a context that is nearly full and goes on; else the rollout ends there."""
+    summary: SummaryConfig = field(default_factory=SummaryConfig)
+    bash_tools: BashToolsConfig = field(default_factory=BashToolsConfig)
+    answer: AnswerForm = AnswerForm.TEXT
+    """What of a reply harness answer writes to the Task's answer file."""
     max_turns: int = 6
     """Replies of one rollout."""
     context_tokens: int = 2048
@@ -94,6 +112,8 @@ class EpisodeConfig:
     timeout_multiplier: float = 1.0
     group_deadline_s: float = 600.0
     """A Group is closed with its survivors after this; the others are cancelled, and excluded."""
+    keep_dir: Path | None = None
+    """Artifacts and what the tests wrote stay in keep_dir/TRAJECTORY, an absolute path that every worker can write."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     agent: AgentCommandConfig = field(default_factory=AgentCommandConfig)
     """What harness agent-command runs."""
@@ -103,6 +123,13 @@ class EpisodeConfig:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.context_tokens < 2:
             raise ValueError(f"context_tokens must be >= 2, got {self.context_tokens}")
+        if self.summarize and 2 * max(self.summary.below_tokens, self.summary.unwind_tokens) > self.context_tokens:
+            raise ValueError(
+                "summary.below_tokens and summary.unwind_tokens must be at most half of context_tokens, "
+                f"got {self.summary} and {self.context_tokens}"
+            )
+        if self.keep_dir is not None and not self.keep_dir.is_absolute():
+            raise ValueError(f"keep_dir must be an absolute path, as workers run elsewhere, got {self.keep_dir}")
         for name in (
             "agent_timeout_s",
             "max_agent_timeout_s",
@@ -122,6 +149,11 @@ class EpisodeConfig:
                 f"harness agent-command needs sandbox.provider local, whose boxes see the gateway's door; "
                 f"got {self.sandbox.provider}"
             )
+
+    @property
+    def terminal_prompts(self) -> Prompts:
+        """What terminus-2 says."""
+        return in_format(self.prompts.prompts, self.reply_format)
 
 
 def build_episode(
@@ -148,6 +180,7 @@ def build_episode(
         timeout_rule=config.timeout_rule,
         timeout_multiplier=config.timeout_multiplier,
         max_verifier_timeout_s=config.max_verifier_timeout_s,
+        keep_dir=config.keep_dir,
         provenance={"player": str(config.harness), "model": _model_name(config, model, sampler)},
     )
 
@@ -185,7 +218,14 @@ def _agent_parts(
 def _harness(config: EpisodeConfig) -> Harness:
     if config.harness is HarnessName.NOP:
         return NopHarness()
-    return Terminus2(config.prompts.prompts, malformed=config.malformed)
+    if config.harness is HarnessName.ORACLE_SCRIPT:
+        return SolutionScript()
+    if config.harness is HarnessName.BASH_TOOLS:
+        return BashTools(config.bash_tools)
+    if config.harness is HarnessName.ANSWER:
+        return AnswerHarness(config.answer)
+    summary = config.summary if config.summarize else None
+    return Terminus2(config.terminal_prompts, malformed=config.malformed, summary=summary)
 
 
 def _converse(
@@ -193,9 +233,13 @@ def _converse(
 ) -> Callable[[Task, str], Conversation]:
     if config.harness is HarnessName.NOP:
         return lambda task, key: ScriptedConversation(())
+    if config.harness is HarnessName.ORACLE_SCRIPT:
+        return lambda task, key: script_conversation(task)
     if config.harness is HarnessName.ORACLE:
-        return lambda task, key: oracle_conversation(task, config.prompts.prompts)
+        return lambda task, key: oracle_conversation(task, config.terminal_prompts)
     if isinstance(sampler, Teacher):
+        if config.summarize:
+            raise ValueError("summarize needs a served policy: the context of a remote teacher is not counted here")
         endpoint = Endpoint(sampler)
         return lambda task, key: RemoteConversation(endpoint, config.sampling, max_turns=config.max_turns)
     if model is None or sampler is None:

@@ -38,8 +38,8 @@ class SampledConversation:
         self._context_tokens = context_tokens
         self._key = key
         self._log = TurnLog()
-        self._prompt_ids: tuple[int, ...] = ()
-        self._sampled_ids: tuple[int, ...] = ()
+        self._context = list[_Exchange]()
+        self._last: _Exchange = ((), ())
 
     @property
     def prompt(self) -> str:
@@ -58,19 +58,42 @@ class SampledConversation:
 
     async def ask(self, message: str) -> str:
         """The sampled reply. Raises TurnLimit or ContextLimit before asking, SamplerError when no reply came."""
+        return await self._ask(message, self._context)
+
+    async def ask_aside(self, message: str) -> str:
+        """The sampled reply to `message` alone, in a context that is used once; raises as `ask` does."""
+        return await self._ask(message, [])
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the context still has room for."""
+        return self._context_tokens - (sum(map(len, self._context[-1])) if self._context else 0)
+
+    def unwind(self, free_tokens: int) -> None:
+        """Takes the last exchanges out of the context, until so many tokens are free or only the first is left."""
+        while len(self._context) > 1 and self.free_tokens < free_tokens:
+            self._context.pop()
+
+    def forget(self) -> None:
+        """Starts a new context; the Turns stay."""
+        self._context.clear()
+
+    async def _ask(self, message: str, context: list["_Exchange"]) -> str:
+        """Asks in a context, and adds the exchange to it."""
         if len(self._log.turns) >= self._max_turns:
             raise TurnLimit(f"{self._max_turns} turns are played")
-        prefix_len, new_ids = self._render(message)
-        prompt_ids = (*self._prompt_ids, *self._sampled_ids)[:prefix_len] + new_ids
+        prompt_ids, prefix_len = self._render(message, context)
         free = self._context_tokens - len(prompt_ids)
         if free < 1:
             raise ContextLimit(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self._context_tokens}")
         params = replace(self._params, max_tokens=min(self._params.max_tokens, free), seed=self._seed())
         asked = time.monotonic()
         completion = await self._sampler.sample(prompt_ids, params, stop_ids=self._renderer.stop_ids, key=self._key)
-        self._prompt_ids, self._sampled_ids = prompt_ids, completion.ids
+        self._last = (prompt_ids, completion.ids)
+        context.append(self._last)
         reply = self._renderer.decode(completion.ids)
-        self._log.record(message, asked, reply, completion.finish_reason, _tokens(prefix_len, new_ids, completion))
+        tokens = _tokens(prefix_len, prompt_ids[prefix_len:], completion)
+        self._log.record(message, asked, reply, completion.finish_reason, tokens)
         return reply
 
     def _seed(self) -> int | None:
@@ -80,10 +103,20 @@ class SampledConversation:
         text = f"{self._params.seed}/{self._key}/{len(self._log.turns)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
-    def _render(self, message: str) -> tuple[int, tuple[int, ...]]:
-        if not self._log.turns:
-            return 0, self._renderer.first(message)
-        return self._renderer.next(self._prompt_ids, self._sampled_ids, message)
+    def _render(self, message: str, context: Sequence["_Exchange"]) -> tuple[tuple[int, ...], int]:
+        """The prompt, and how many of its first ids the last Turn's context begins with."""
+        last = self._last[0] + self._last[1]
+        if not context:
+            prompt_ids = self._renderer.first(message)
+            return prompt_ids, _common_len(last, prompt_ids)
+        ids, sampled = context[-1]
+        prefix_len, new_ids = self._renderer.next(ids, sampled, message)
+        prompt_ids = (ids + sampled)[:prefix_len] + new_ids
+        return prompt_ids, prefix_len if context[-1] is self._last else _common_len(last, prompt_ids)
+
+
+_Exchange = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ids of a prompt, and those of its reply."""
 
 
 class ScriptedConversation:
@@ -168,3 +201,8 @@ def _tokens(prefix_len: int, new_ids: tuple[int, ...], completion: Completion) -
         logprobs=completion.logprobs,
         spans=completion.spans,
     )
+
+
+def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first ids two contexts share."""
+    return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -10,14 +10,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from envs.errors import EpisodeError, GroupDeadline, HarnessTimeout
 from envs.harness import Conversation, Harness
 from envs.playable import refuse_unplayable
 from envs.sandbox import Sandbox, SandboxProvider
+from envs.steps import PlayedStep, judge, set_up, steps_of, whole_verdict
 from envs.task import Task
 from envs.timeouts import TimeoutRule, harbor_timeout_s, paper_timeout_s
-from envs.verifier import Verdict, verify
+from envs.users import check_users
+from envs.verifier import Verdict
 from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Trajectory, Treatment
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,8 @@ class Episode:
     timeout_multiplier: float = 1.0
     treatments: Mapping[Outcome, Treatment] = field(default_factory=lambda: DEFAULT_TREATMENTS)
     """What each Outcome counts as; the Verifier runs for those that `score`."""
+    keep_dir: Path | None = None
+    """Artifacts and what the tests wrote stay in keep_dir/TRAJECTORY (of steps: .../steps/NAME); None keeps neither."""
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     """Goes into every Trajectory: sampler, task set, run."""
 
@@ -86,14 +91,19 @@ async def run_episode(
             _limited(deadline_s, GroupDeadline(f"not done {deadline_s} s after its group began")),
             _started(episode.provider, task, trajectory_id, timings_s) as sandbox,
         ):
-            limit_s = episode.agent_limit_s(task)
-            with ending.boundary(), _timed(timings_s, "harness"):
-                async with _limited(limit_s, HarnessTimeout(f"harness did not end within {limit_s:g} s")):
-                    await episode.harness.run(task, sandbox, conversation)
-            if episode.treatments[ending.outcome] is Treatment.SCORE:
+            await check_users(task, sandbox)
+            for step in steps_of(task):
+                with ending.boundary(), _timed(timings_s, "harness"):
+                    await set_up(step, task, sandbox)
+                    await _act(step, sandbox, conversation, episode)
+                if episode.treatments[ending.outcome] is not Treatment.SCORE:
+                    break
                 with ending.boundary(), _timed(timings_s, "verifier"):
-                    ending.verdict = await verify(task, sandbox, timeout_s=episode.verifier_limit_s(task))
+                    ending.verdicts[step] = await _judge(step, task, sandbox, trajectory_id, episode)
+                if not ending.passed(step):
+                    break
             ending.is_final = True
+    verdict = ending.verdict(task, episode)
     return Trajectory(
         id=trajectory_id,
         task_id=task.id,
@@ -102,8 +112,8 @@ async def run_episode(
         prompt=conversation.prompt,
         turns=tuple(conversation.turns),
         outcome=ending.outcome,
-        reward=ending.verdict.reward if ending.verdict else None,
-        evidence=ending.verdict.evidence if ending.verdict else "",
+        reward=verdict.reward if verdict else None,
+        evidence=verdict.evidence if verdict else "",
         error=ending.error,
         timings_s=timings_s,
         provenance={
@@ -115,14 +125,44 @@ async def run_episode(
     )
 
 
+async def _act(step: PlayedStep, sandbox: Sandbox, conversation: Conversation, episode: Episode) -> None:
+    """Plays a step, within its limit."""
+    limit_s = episode.agent_limit_s(step.task)
+    async with _limited(limit_s, HarnessTimeout(f"harness did not end within {limit_s:g} s")):
+        await episode.harness.run(step.task, step.inside(sandbox), conversation)
+
+
+async def _judge(step: PlayedStep, whole: Task, sandbox: Sandbox, trajectory_id: str, episode: Episode) -> Verdict:
+    """The Verdict on a step."""
+    keep = episode.keep_dir and episode.keep_dir / trajectory_id
+    return await judge(
+        step,
+        whole,
+        sandbox,
+        provider=episode.provider,
+        owner=trajectory_id,
+        timeout_s=episode.verifier_limit_s(step.task),
+        keep=keep / "steps" / step.name if keep and step.name else keep,
+    )
+
+
 class _Ending:
     """How the rollout ends, as far as it is known: completed until an EpisodeError says otherwise."""
 
     def __init__(self) -> None:
         self.outcome = Outcome.COMPLETED
         self.error = ""
-        self.verdict: Verdict | None = None
+        self.verdicts = dict[PlayedStep, Verdict]()
         self.is_final = False
+
+    def verdict(self, task: Task, episode: Episode) -> Verdict | None:
+        """That on the whole Task; None when the Outcome does not score, whatever earlier steps came to."""
+        is_scored = episode.treatments[self.outcome] is Treatment.SCORE
+        return whole_verdict(task, self.verdicts) if self.verdicts and is_scored else None
+
+    def passed(self, step: PlayedStep) -> bool:
+        """Whether the step was judged, and well enough for the next one to be played."""
+        return step in self.verdicts and step.is_passed(self.verdicts[step])
 
     @contextmanager
     def boundary(self) -> Generator[None]:
@@ -173,9 +213,9 @@ async def _started(
 
 @contextmanager
 def _timed(timings_s: dict[str, float], stage: str) -> Generator[None]:
-    """Records the seconds of the block, however it ends."""
+    """Adds the seconds of the block, however it ends."""
     began = time.monotonic()
     try:
         yield
     finally:
-        timings_s[stage] = time.monotonic() - began
+        timings_s[stage] = timings_s.get(stage, 0.0) + time.monotonic() - began

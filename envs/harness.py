@@ -1,7 +1,7 @@
 """The Harness Protocol: what turns model replies into actions in a Sandbox.
 
 Invariant: a harness ends by returning or by raising an EpisodeError; it never judges.
-Called by envs/episode.py; implemented by envs/terminus2, envs/oracle.py and envs/nop.py.
+Called by envs/episode.py; implemented by envs/terminus2, bash_tools, answer, oracle and nop of envs/.
 """
 
 from collections.abc import Sequence

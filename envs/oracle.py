@@ -16,9 +16,10 @@ from envs.conversation import ScriptedConversation
 from envs.errors import HarnessTimeout, TaskError
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
+from envs.steps import steps_of
 from envs.task import Task
 from envs.templating import resolve_variables
-from envs.terminus2.prompts import Prompts, ReplyStyle
+from envs.terminus2.prompts import Prompts, ReplyFormat, ReplyStyle
 
 ORACLE_DURATION_S = 1.0
 """What a demonstration gives each command."""
@@ -43,18 +44,18 @@ class Claim(StrEnum):
 def oracle_conversation(
     task: Task, prompts: Prompts, *, claim: Claim | None = None, confirm: bool = True
 ) -> ScriptedConversation:
-    """The solution as replies: one Turn a step, then the claim of completion, twice if `confirm`.
+    """The solution as replies: one Turn a command, then the claim of completion, twice if `confirm`.
 
     `claim` None: WITH_LAST_COMMAND for compact replies, where Turns cost most, else AFTER_LOOK. `confirm` is that of
     the harness. TaskError when the solution is missing or cannot be split (then SolutionScript plays it).
     """
-    steps = solution_steps(task)
-    style = prompts.reply_style
-    claim = claim or (Claim.WITH_LAST_COMMAND if style is ReplyStyle.COMPACT else Claim.AFTER_LOOK)
-    is_joined = claim is Claim.WITH_LAST_COMMAND
-    replies = [_step_reply(step, style, is_last=is_joined and k == len(steps)) for k, step in enumerate(steps, 1)]
-    num_claims = (2 if confirm else 1) - is_joined
-    return ScriptedConversation([*replies, *[_claim_reply(style)] * num_claims])
+    return ScriptedConversation(
+        [
+            reply
+            for step in steps_of(task)
+            for reply in _solution_replies(solution_steps(step.task), prompts, claim, confirm)
+        ]
+    )
 
 
 def solution_steps(task: Task) -> list[str]:
@@ -93,9 +94,17 @@ class SolutionScript:
             raise HarnessTimeout(f"solution/solve.sh did not end within {limit_s:g} s")
 
 
-def script_conversation() -> ScriptedConversation:
-    """The one reply that runs a whole solution."""
-    return ScriptedConversation(["bash /solution/solve.sh"])
+def script_conversation(task: Task) -> ScriptedConversation:
+    """The replies that run whole solutions, one a step."""
+    return ScriptedConversation(["bash /solution/solve.sh"] * len(steps_of(task)))
+
+
+def _solution_replies(commands: Sequence[str], prompts: Prompts, claim: Claim | None, confirm: bool) -> list[str]:
+    style = prompts.reply_style
+    claim = claim or (Claim.WITH_LAST_COMMAND if style is ReplyStyle.COMPACT else Claim.AFTER_LOOK)
+    is_joined = claim is Claim.WITH_LAST_COMMAND
+    replies = [_step_reply(c, prompts, is_last=is_joined and k == len(commands)) for k, c in enumerate(commands, 1)]
+    return [*replies, *[_claim_reply(prompts)] * ((2 if confirm else 1) - is_joined)]
 
 
 @lru_cache(maxsize=10_000)
@@ -142,29 +151,40 @@ def _wants_more(text: str) -> bool:
     )
 
 
-def _step_reply(step: str, style: ReplyStyle, *, is_last: bool) -> str:
+def _step_reply(step: str, prompts: Prompts, *, is_last: bool) -> str:
     keystrokes = step.replace("\t", "\x16\t") + "\n"  # typed at a shell, a tab completes unless Ctrl-V quotes it
-    if style is ReplyStyle.COMPACT:
-        return _reply("", "", [{"keystrokes": keystrokes}], is_complete=is_last, style=style)
+    if prompts.reply_style is ReplyStyle.COMPACT:
+        return _reply("", "", keystrokes, is_complete=is_last, prompts=prompts)
     first_line = step.split("\n", 1)[0]
-    return _reply(
-        "The terminal is ready for the next step.",
-        f"Run: {first_line}",
-        [{"keystrokes": keystrokes, "duration": ORACLE_DURATION_S}],
-        is_complete=is_last,
-        style=style,
-    )
+    analysis = "The terminal is ready for the next step."
+    return _reply(analysis, f"Run: {first_line}", keystrokes, is_complete=is_last, prompts=prompts)
 
 
-def _claim_reply(style: ReplyStyle) -> str:
-    if style is ReplyStyle.COMPACT:
-        return _reply("", "", [], is_complete=True, style=style)
-    return _reply("Every step has been carried out.", "Nothing is left to do.", [], is_complete=True, style=style)
+def _claim_reply(prompts: Prompts) -> str:
+    if prompts.reply_style is ReplyStyle.COMPACT:
+        return _reply("", "", "", is_complete=True, prompts=prompts)
+    return _reply("Every step has been carried out.", "Nothing is left to do.", "", is_complete=True, prompts=prompts)
 
 
-def _reply(analysis: str, plan: str, commands: Sequence[object], *, is_complete: bool, style: ReplyStyle) -> str:
-    fields: dict[str, object] = {"analysis": analysis, "plan": plan, "commands": commands}
-    if style is ReplyStyle.COMPACT:
+def _reply(analysis: str, plan: str, keystrokes: str, *, is_complete: bool, prompts: Prompts) -> str:
+    """One command, or none when there are no keystrokes."""
+    is_compact = prompts.reply_style is ReplyStyle.COMPACT
+    if prompts.reply_format is ReplyFormat.XML:
+        return _xml_reply(analysis, plan, keystrokes, is_complete=is_complete)
+    command: dict[str, object] = {"keystrokes": keystrokes}
+    command |= {} if is_compact else {"duration": ORACLE_DURATION_S}
+    fields: dict[str, object] = {"analysis": analysis, "plan": plan, "commands": [command] if keystrokes else []}
+    if is_compact:
         fields |= {"task_complete": True} if is_complete else {}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     return json.dumps(fields | {"task_complete": is_complete}, ensure_ascii=False, indent=2)
+
+
+def _xml_reply(analysis: str, plan: str, keystrokes: str, *, is_complete: bool) -> str:
+    """What a compact reply leaves out in JSON, it must hold in XML."""
+    if "</keystrokes>" in keystrokes:
+        raise TaskError("a solution that types </keystrokes> cannot be told in XML; play it with reply_format json")
+    command = f'<keystrokes duration="{ORACLE_DURATION_S}">{keystrokes}</keystrokes>\n' if keystrokes else ""
+    complete = "<task_complete>true</task_complete>\n" if is_complete else ""
+    sections = f"<analysis>{analysis}</analysis>\n<plan>{plan}</plan>\n<commands>\n{command}</commands>\n"
+    return f"<response>\n{sections}{complete}</response>"

@@ -7,7 +7,7 @@ GPUs) is its provider's to refuse. Called by envs/tasksets before any work start
 from collections.abc import Iterator, Mapping
 
 from envs.errors import TaskError
-from envs.task import Network, Task
+from envs.task import Environment, Network, Task
 from envs.templating import resolve_variables
 
 
@@ -25,27 +25,31 @@ def unplayable(task: Task, *, host: Mapping[str, str] | None = None) -> Iterator
     """What the Task asks for and no episode does, one phrase each."""
     environment = task.environment
     asked = {
-        "steps (a multi-step task)": bool(task.steps),
-        "artifacts": bool(task.artifacts),
         "environment.mcp_servers": bool(environment.mcp_servers),
         "environment.skills_dir": environment.skills_dir is not None,
-        "environment.healthcheck": environment.healthcheck is not None,
-        "agent.user": task.agent.user is not None,
-        "verifier.user": task.verifier.user is not None,
-        "verifier.environment_mode separate": task.verifier.is_separate,
-        "verifier.collect": bool(task.verifier.collect),
         "trajectory.json (a prior trajectory)": task.has_prior_trajectory,
     }
     yield from (f"{name} is not played yet" for name, is_asked in asked.items() if is_asked)
-    for name, network in (("agent", task.agent.network), ("verifier", task.verifier.network)):
-        if network is not None and network != _baseline(task):
-            yield f"{name}.network_mode differs from that of the environment, which is not played yet"
-    for env in (task.environment.env, task.verifier.env):
+    for phase in (task, *task.steps):
+        verifier_baseline = _baseline(phase.verifier.environment or environment)
+        networks = (("agent", phase.agent.network, _baseline(environment)),)
+        for name, network, baseline in (*networks, ("verifier", phase.verifier.network, verifier_baseline)):
+            if network is not None and network != baseline:
+                yield f"{name}.network_mode differs from that of the environment, which is not played yet"
+    yield from (f"service {name} of a compose file is not played yet" for name in sorted(_services(task)))
+    for env in (environment.env, *(phase.verifier.env for phase in (task, *task.steps))):
         try:
             resolve_variables(env, host=host)
         except TaskError as error:
             yield str(error)
 
 
-def _baseline(task: Task) -> Network:
-    return Network(mode=task.environment.network_mode, allowed_hosts=task.environment.allowed_hosts)
+def _baseline(environment: Environment) -> Network:
+    return Network(mode=environment.network_mode, allowed_hosts=environment.allowed_hosts)
+
+
+def _services(task: Task) -> set[str]:
+    """Of artifacts and collect commands, those that are not the agent's own Sandbox."""
+    phases = (task, *task.steps)
+    named = [artifact.service or "main" for phase in phases for artifact in phase.artifacts]
+    return {*named, *(collect.service for phase in phases for collect in phase.verifier.collect)} - {"main"}

@@ -1,19 +1,23 @@
 """The Verifier: runs a Task's hidden tests in its Sandbox and reads the reward they wrote.
 
 Invariant: a Verdict comes only from a reward file that this run of tests/test.sh wrote, after every process of the
-agent was ended. Called by envs/episode.py.
+agent was ended. Called by envs/steps.py.
 """
 
 import json
 import math
 import secrets
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from envs.errors import SandboxDied, VerifierError
 from envs.sandbox import ExecResult, Sandbox
 from envs.task import Task
 from envs.templating import resolve_variables
+from envs.users import as_user
 
 EVIDENCE_CHARS = 4000
 """Evidence keeps this much of the end of the test output."""
@@ -31,7 +35,7 @@ if [[ -e /tests || -L /tests || -L /logs/verifier || ! -d /logs/verifier || ${{#
 fi
 mv {staged} /tests || exit 1
 cd {workdir} 2>/dev/null
-bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1 </dev/null
+{run} >/logs/verifier/test-stdout.txt 2>&1 </dev/null
 LC_ALL=C
 for name in reward.json reward.txt; do
     [[ -f /logs/verifier/$name ]] || continue
@@ -59,20 +63,26 @@ class Verdict:
     """Finite; 0 or 1 in the task sets of this project."""
     evidence: str
     """The last EVIDENCE_CHARS characters that the tests printed."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """All that reward.json holds, the reward among it; from reward.txt the reward alone, as "reward"."""
 
 
-async def verify(task: Task, sandbox: Sandbox, *, timeout_s: float) -> Verdict:
+async def verify(task: Task, sandbox: Sandbox, *, timeout_s: float, tests: Sequence[Path] | None = None) -> Verdict:
     """The Verdict on the Sandbox as the agent left it; the exit status of test.sh means nothing.
+
+    `tests`: directories that are laid over each other as /tests; None: the Task's own.
 
     Raises VerifierError when no valid reward came within `timeout_s`, and SandboxDied when the Sandbox was left in a
     state in which tests cannot even be put in place (a policy must not escape its reward by wrecking the box).
     """
     await sandbox.kill_all()
     staged = f"/.tests-{secrets.token_hex(8)}"
-    await sandbox.upload_dir(task.path / "tests", staged)
+    for directory in tests if tests is not None else (task.path / "tests",):
+        await sandbox.upload_dir(directory, staged)
     command = _SCRIPT.format(
         staged=staged,
-        workdir=_quote(sandbox.workdir),
+        workdir=shlex.quote(sandbox.workdir),
+        run=_run_command(task),
         max_reward_bytes=_MAX_REWARD_BYTES,
         max_tail_bytes=4 * EVIDENCE_CHARS,
     )
@@ -84,16 +94,27 @@ async def verify(task: Task, sandbox: Sandbox, *, timeout_s: float) -> Verdict:
     return _verdict(result)
 
 
+def _run_command(task: Task) -> str:
+    run = "bash /tests/test.sh"
+    if task.verifier.user is None:
+        return run
+    return f"chmod 777 /logs/verifier\n(\n{as_user(run, task.verifier.user)})"
+
+
 def _verdict(result: ExecResult) -> Verdict:
     head, _, tail = result.stdout.partition(b"\0")
     evidence = _text(tail)[-EVIDENCE_CHARS:]
     name, _, text = _text(head).partition("\n")
     if not name:
         raise VerifierError(f"tests wrote no reward file; they printed: {evidence[-500:].strip() or 'nothing'}")
-    reward = _parse_json(text) if name == "reward.json" else _parse_number(text)
-    if not math.isfinite(reward):
-        raise VerifierError(f"{name} is not finite: {reward}")
-    return Verdict(reward=reward, evidence=evidence)
+    rewards = _parse_json(text) if name == "reward.json" else {"reward": _parse_number(text)}
+    for key, reward in rewards.items():
+        if not math.isfinite(reward):
+            raise VerifierError(f"{name} is not finite: {key} is {reward}")
+    if "reward" not in rewards and len(rewards) != 1:
+        raise VerifierError(f"reward.json has no key 'reward' among {sorted(rewards)}")
+    reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+    return Verdict(reward=reward, evidence=evidence, rewards=rewards)
 
 
 def _parse_number(text: str) -> float:
@@ -103,26 +124,25 @@ def _parse_number(text: str) -> float:
         raise VerifierError(f"reward.txt holds no number: {text.strip()[:80]!r}") from None
 
 
-def _parse_json(text: str) -> float:
-    """The value of "reward", or the only value there is."""
+def _parse_json(text: str) -> dict[str, float]:
+    """The object's values, all of which must be numbers."""
     try:
         content: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise VerifierError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
     if not isinstance(content, dict):
         raise VerifierError(f"reward.json is not an object: {text.strip()[:80]!r}")
-    rewards = cast(dict[str, Any], content)
-    if "reward" not in rewards and len(rewards) != 1:
-        raise VerifierError(f"reward.json has no key 'reward' among {sorted(rewards)}")
-    value = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+    return {key: _number(value) for key, value in cast(dict[str, Any], content).items()}
+
+
+def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise VerifierError(f"reward.json holds no number: {value!r}")
-    return float(value)
+        raise VerifierError(f"reward.json holds no number: {value!r}"[:200])
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if value > 0 else -math.inf
 
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
-
-
-def _quote(path: str) -> str:
-    return "'" + path.replace("'", "'\\''") + "'"

@@ -135,9 +135,13 @@ def summarize_evaluation(handles: list[GroupHandle]) -> dict[str, Any]:
 def config_of_harbor_job(path: Path) -> Config:
     """The evaluation that a Harbor job file describes; what it leaves open stays at our defaults."""
     job, default = read_harbor_job(path), Config()
+    summary = dataclasses.replace(default.episode.summary, **_given({"below_tokens": job.summary_threshold}))
     sampling = {"temperature": job.temperature, "max_tokens": job.max_output_tokens}
     episode = {
         "harness": job.harness,
+        "reply_format": job.reply_format,
+        "summarize": job.summarize,
+        "summary": summary,
         "max_turns": job.max_turns,
         "prompts": PromptStyle.FULL,
         "context_tokens": (job.max_input_tokens or 0) + (job.max_output_tokens or 0) or None,

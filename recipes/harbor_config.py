@@ -13,12 +13,14 @@ from typing import Any
 import yaml
 
 from envs.build import HarnessName
+from envs.terminus2.prompts import ReplyFormat
 from envs.toml_table import Fault, Table
 
 logger = logging.getLogger(__name__)
 
 _MAX_TURNS = 1_000_000  # Harbor's own default: none
 _HARNESSES = tuple(str(name) for name in HarnessName)
+_PARSERS = tuple(str(name) for name in ReplyFormat)
 _TURN_KEYS = ("max_turns", "max_episodes", "episodes")
 # True or false of these changes what is kept of a rollout, not the rollout; our stores keep the tokens anyway.
 _RECORDING_KEYS = (
@@ -42,6 +44,10 @@ class HarborJobFile:
     num_concurrent: int
     harness: HarnessName
     model: str | None
+    reply_format: ReplyFormat
+    summarize: bool
+    summary_threshold: int | None
+    """Free tokens below which a context is summed up."""
     max_turns: int
     temperature: float | None
     max_input_tokens: int | None
@@ -114,6 +120,11 @@ def _read_agent(agent: Table) -> dict[str, Any]:
     fields = {
         "harness": HarnessName(agent.choice("name", _HARNESSES) or HarnessName.ORACLE),
         "model": agent.text("model_name"),
+        "reply_format": ReplyFormat(
+            kwargs.choice("parser_name", [str(name) for name in ReplyFormat]) or ReplyFormat.JSON
+        ),
+        "summarize": kwargs.flag("enable_summarize") or False,
+        "summary_threshold": kwargs.count("proactive_summarization_threshold"),
         "max_turns": next((turns for key in _TURN_KEYS if (turns := kwargs.count(key, at_least=1))), _MAX_TURNS),
         "temperature": kwargs.number("temperature", at_least_zero=True),
         "max_input_tokens": info.count("max_input_tokens", at_least=1),
@@ -122,12 +133,14 @@ def _read_agent(agent: Table) -> dict[str, Any]:
         "max_agent_timeout_s": agent.number("max_timeout_sec"),
     }
     if fields["harness"] is HarnessName.TERMINUS_2 and not kwargs.has("enable_summarize"):
-        logger.warning("agents[0].kwargs: Harbor summarizes a full context; here the rollout ends with context_limit")
+        logger.warning(
+            "agents[0].kwargs: Harbor summarizes a full context unless told otherwise; here the rollout ends with "
+            "context_limit; enable_summarize says which you want"
+        )
     _pass_over(info, "input_cost_per_token", "output_cost_per_token")
     for name in _RECORDING_KEYS:
         kwargs.flag(name)
-    known = {"parser_name": "json", "enable_summarize": False, "proactive_summarization_threshold": 0}
-    _refuse(kwargs, known, "the harness here has no such setting")
+    _refuse(kwargs, {}, "the harness here has no such setting")
     _refuse(agent, {"env": {}, "skills": [], "mcp_servers": []}, "an evaluation does not do that")
     return fields
 

@@ -184,6 +184,10 @@ class Session:
         """Tokens of the prompt that a dialogue makes, if it were new."""
         return len(self._prompts.first(said, tools))
 
+    def open(self) -> None:
+        """Takes requests again: the next step of a Task goes on in the same session."""
+        self._is_closed = False
+
     def close(self) -> None:
         """Ends what is in flight and refuses everything after; what was recorded stays readable."""
         self._is_closed = True

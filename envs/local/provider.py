@@ -31,7 +31,9 @@ from envs.local.sandbox import LocalSandbox, SandboxLimits
 from envs.local.slots import Slot, SlotConfig, SlotPool
 from envs.local.staging import Staged, default_cache_dir, stage
 from envs.sandbox import Sandbox
+from envs.steps import separate_tasks
 from envs.task import Environment, Task
+from envs.users import users_at_work
 
 _MIB = 1 << 20
 _MAX_LAYOUTS = 256
@@ -108,7 +110,8 @@ class LocalProvider:
 
     def check(self, task: Task) -> None:
         """Raises SandboxRefused when this provider cannot run the Task; starts nothing."""
-        _refuse_unoffered(task, network=self.config.network)
+        for asked in (task, *separate_tasks(task)):
+            _refuse_unoffered(asked, network=self.config.network)
         self._layout(task)
 
     async def provenance(self) -> dict[str, str]:
@@ -306,6 +309,7 @@ def _refuse_unoffered(task: Task, *, network: str) -> None:
         "tpu": environment.tpu,
         "os windows": environment.os == "windows",
         "a compose file": task.compose_file,
+        "a user beside root": [user for user in users_at_work(task) if user not in ("root", "0", 0)],
     }
     for name, value in asked.items():
         if value:

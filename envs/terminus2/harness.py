@@ -1,4 +1,4 @@
-"""Terminus2: the harness in which a policy drives a terminal by JSON replies.
+"""Terminus2: the harness in which a policy drives a terminal by JSON or XML replies.
 
 Invariant: nothing of a reply with an error is done, and only a claim of completion, confirmed unless configured
 otherwise, ends a rollout as completed (but see Malformed.END). Called by envs/episode.py.
@@ -11,9 +11,10 @@ from envs.errors import MalformedReply
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
 from envs.task import Task
-from envs.terminus2.parser import ParsedReply, parse_reply
+from envs.terminus2.parser import ParsedReply
 from envs.terminus2.prompts import FULL, Prompts
-from envs.terminus2.terminal import start_terminal
+from envs.terminus2.summary import LongConversation, SummaryConfig, ask_within_context
+from envs.terminus2.terminal import View, start_terminal
 
 
 class Malformed(StrEnum):
@@ -37,6 +38,8 @@ class Terminus2:
     confirm: bool = True
     """Whether completion must be claimed in two replies running."""
     malformed: Malformed = Malformed.REASK
+    summary: SummaryConfig | None = None
+    """When a full context is summed up; None: never, and the rollout ends with context_limit."""
 
     @property
     def name(self) -> str:
@@ -49,11 +52,12 @@ class Terminus2:
         message = self.prompts.first_message(task.instruction, view)
         is_claimed = False
         while True:
-            parsed = parse_reply(await conversation.ask(message))
-            if conversation.was_cut or parsed.error:
+            reply = await self._ask(conversation, message, task, view)
+            parsed = self.prompts.read(reply, was_cut=conversation.was_cut)
+            if parsed is None or parsed.error:
                 if self.malformed is Malformed.END:
                     return
-                message = self._complain(parsed, was_cut=conversation.was_cut)
+                message = self._complain(parsed)
                 continue
             is_over = parsed.is_complete and (is_claimed or not self.confirm)
             if parsed.commands or not is_over:
@@ -63,8 +67,22 @@ class Terminus2:
             is_claimed = parsed.is_complete
             message = self.prompts.next_message(parsed, view)
 
-    def _complain(self, parsed: ParsedReply, *, was_cut: bool) -> str:
-        """The message about a bad reply, which leaves an earlier claim of completion standing."""
+    async def _ask(self, conversation: Conversation, message: str, task: Task, view: View) -> str:
+        if self.summary is None:
+            return await conversation.ask(message)
+        if not isinstance(conversation, LongConversation):
+            raise TypeError(f"{type(conversation).__name__} keeps no context of its own; play without summaries")
+        return await ask_within_context(
+            conversation,
+            message,
+            config=self.summary,
+            instruction=task.instruction,
+            first=self.prompts.first_message(task.instruction, view),
+            screen=view.screen,
+        )
+
+    def _complain(self, parsed: ParsedReply | None) -> str:
+        """The message about a bad reply, None being a cut one; it leaves an earlier claim of completion standing."""
         if self.malformed is Malformed.FAIL:
-            raise MalformedReply("the reply was cut at its token limit" if was_cut else parsed.error)
-        return self.prompts.cut_message() if was_cut else self.prompts.error_message(parsed)
+            raise MalformedReply("the reply was cut at its token limit" if parsed is None else parsed.error)
+        return self.prompts.cut_message() if parsed is None else self.prompts.error_message(parsed)

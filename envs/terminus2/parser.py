@@ -1,6 +1,6 @@
 """The parser of terminus-2's JSON replies: a reply's text in, what to do and what to tell the policy out.
 
-Invariant: it never raises; a reply with an error carries no commands. Called by envs/terminus2/harness.py.
+Invariant: it never raises; a reply with an error carries no commands. Called by envs/terminus2/prompts.py.
 
 The rules are those of terminus-2 (Harbor 0.25), message texts aside: errors stop the Turn, warnings do not, and two
 mends are tried on a reply with an error. One addition: limits on what Python's json takes (depth, digits) are errors.
@@ -14,7 +14,8 @@ from typing import Any, cast
 
 DEFAULT_DURATION_S = 1.0
 
-_ENDLESS_S = 1e9
+ENDLESS_S = 1e9
+"""A longer duration is this one; a longer integer may not fit a float."""
 _FIELDS = ("analysis", "plan", "commands")
 _NESTED_ONCE = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _CORRECTED = "AUTO-CORRECTED: {name} - please fix this in future responses"
@@ -119,7 +120,9 @@ def _read_complete(fields: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
         return value.lower() in ("true", "1", "yes"), ()
     if isinstance(value, bool):
         return value, ()
-    return False, ("Field 'task_complete' should be a boolean or a string",)
+    if value is None:
+        return False, ()
+    return bool(value), ("Field 'task_complete' should be a boolean or a string",)
 
 
 def _read_commands(value: Any) -> tuple[tuple[Command, ...], tuple[str, ...], str]:
@@ -154,7 +157,7 @@ def _read_duration(k: int, fields: dict[str, Any]) -> tuple[float, list[str]]:
     value = fields["duration"]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         return DEFAULT_DURATION_S, [f"Command {k}: invalid duration, using {DEFAULT_DURATION_S}"]
-    return float(min(value, _ENDLESS_S)), []  # a longer integer may not fit a float
+    return float(min(value, ENDLESS_S)), []
 
 
 def _close_braces(text: str) -> str | None:

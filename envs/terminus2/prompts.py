@@ -7,15 +7,24 @@ from demonstrations. Used by envs/terminus2/harness.py and, for the reply style,
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from envs.terminus2.parser import Command, ParsedReply
+from envs.terminus2.parser import Command, ParsedReply, parse_reply
 from envs.terminus2.terminal import View
 from envs.terminus2.tmux import TerminalConfig, Wait
+from envs.terminus2.xml_parser import parse_xml_reply, salvage
+
+
+class ReplyFormat(StrEnum):
+    """In which format replies are written."""
+
+    JSON = "json"
+    XML = "xml"
+    """Keystrokes stand there as they are typed, and a whole reply at the head of one that was cut is done."""
 
 
 class ReplyStyle(StrEnum):
@@ -49,6 +58,13 @@ class Prompts:
     """Whether observations leave out blank lines, the echo of what was typed, and a screen that did not change."""
     reply_style: ReplyStyle
     terminal: TerminalConfig
+    reply_format: ReplyFormat = ReplyFormat.JSON
+
+    def read(self, reply: str, *, was_cut: bool) -> ParsedReply | None:
+        """What a reply says; None when it was cut at its token limit and cannot be used."""
+        if self.reply_format is ReplyFormat.XML:
+            return salvage(reply) if was_cut else parse_xml_reply(reply)
+        return None if was_cut else parse_reply(reply)
 
     def first_message(self, instruction: str, view: View) -> str:
         """The first user message."""
@@ -96,11 +112,12 @@ def _render(source: str, **values: object) -> str:
     return _compile(source).render(**values)
 
 
-FULL = Prompts(
-    initial="""\
+_ROLE = """\
 You are an agent that works on a Linux machine through a terminal. Bring the task below to completion on your own, \
 step by step: look at the terminal, decide what to do next, and send the keystrokes that do it. After each of your \
 replies you are shown what the terminal printed.
+"""
+_JSON_FORMAT = """\
 
 Every reply is one JSON object and nothing else, with these fields in this order:
 
@@ -127,14 +144,16 @@ About keystrokes:
 - To press a special key, send its tmux name alone, without \\n: "C-c" interrupts, "C-d" ends the input.
 - JSON rules apply: write \\n for a new line, \\" for a quotation mark and \\\\ for a backslash.
 - Whatever you type goes to the program in front. Leave editors and pagers before you type shell commands.
+"""
+_RULES = """\
 
 About durations:
 - 0.1 is enough for commands that answer at once, such as cd, ls, echo and cat.
 - 1.0 suits small programs and compilers; use more for builds, downloads and test suites.
-- Never ask for more than 60. If a command is still running, wait on: send "keystrokes": "" with a duration, and look \
+- Never ask for more than 60. If a command is still running, wait on: send empty keystrokes with a duration, and look \
 again. Many short waits are better than a long one.
 
-When the task is done, set "task_complete" to true. You are then shown the terminal once more and asked to confirm; \
+When the task is done, set task_complete to true. You are then shown the terminal once more and asked to confirm; \
 the work is judged as it stands once you confirm.
 
 Task Description:
@@ -142,15 +161,50 @@ Task Description:
 
 Current terminal state:
 {{ screen }}
-""",
+"""
+_XML_FORMAT = """\
+
+Every reply is one XML element and nothing else, with these elements in this order:
+
+<response>
+<analysis>
+What the terminal shows, what is already done, and what is still missing.
+</analysis>
+<plan>
+What you will do next, and what you expect each command to achieve.
+</plan>
+<commands>
+<keystrokes duration="0.1">ls -la
+</keystrokes>
+<keystrokes duration="20.0">make test
+</keystrokes>
+</commands>
+<task_complete>false</task_complete>
+</response>
+
+Required: <analysis>, <plan> and <commands> (possibly empty).
+Optional: <task_complete>, true or false (false when left out).
+
+Each <keystrokes> element holds what is typed into the terminal, exactly as it stands there: a line runs only if it \
+ends with a new line, so nearly every one closes on a line of its own. Its "duration" is the number of seconds to wait \
+before the next command is typed or the terminal is shown to you (1.0 when left out).
+
+About keystrokes:
+- To press a special key, send its tmux name alone, without a new line: C-c interrupts, C-d ends the input.
+- Nothing is decoded: write <, > and & themselves, never &lt;, &gt; or &amp;.
+- Whatever you type goes to the program in front. Leave editors and pagers before you type shell commands.
+"""
+
+FULL = Prompts(
+    initial=_ROLE + _JSON_FORMAT + _RULES,
     new_output="New Terminal Output:\n{{ text }}\n",
     screen="Current Terminal Screen:\n{{ text }}\n",
     confirm="""\
 Current terminal state:
 {{ observation }}
 Are you sure that the task is complete? Your work will now be judged, and you cannot change anything afterwards. \
-If it is complete, reply once more with "task_complete": true. If anything is missing, reply with the commands that \
-do it.
+If it is complete, reply once more with task_complete set to true. If anything is missing, reply with the commands \
+that do it.
 """,
     malformed="""\
 Previous response had parsing errors:
@@ -191,3 +245,15 @@ COMPACT = Prompts(
     ),
 )
 """A few words a message; the shell's prompt is "$ "."""
+
+
+def in_format(prompts: Prompts, reply_format: ReplyFormat) -> Prompts:
+    """FULL or COMPACT, for replies in that format."""
+    if reply_format is ReplyFormat.JSON:
+        return prompts
+    return replace(
+        prompts,
+        reply_format=reply_format,
+        initial=prompts.initial.replace(_JSON_FORMAT, _XML_FORMAT),
+        malformed=prompts.malformed.replace("JSON", "XML"),
+    )

@@ -15,6 +15,7 @@ from envs.local.provider import LocalConfig
 from envs.task import Task
 from tests.envs.agents import END, agent_episode, play, python, scripted_sampler, write_model
 from tests.envs.task_dirs import make_task_dir
+from tests.envs.test_steps import two_steps
 from tests.envs.tokens import text_ids
 from trajectories.samples import trajectory_samples
 from trajectories.schema import Outcome
@@ -102,6 +103,16 @@ async def test_a_program_plays_a_task_and_yields_a_trainable_trajectory(task: Ta
     assert sample.ids.tolist() == [*last_prompt, *text_ids("touch made"), END]
     assert last_prompt[: len(prompt) + 3] == (*prompt, *text_ids("ls"), END)
     assert int(sample.mask.sum()) == 3 + 11
+
+
+@pytest.mark.sandbox
+async def test_the_steps_of_a_task_are_played_in_one_session(model: Path, tmp_path: Path) -> None:
+    sampler = scripted_sampler("touch one", "touch two")
+    async with agent_episode(model, sampler, python(PLAY.replace("range(2)", "range(1)"))) as episode:
+        trajectory = await play(two_steps(tmp_path), episode)
+    assert (trajectory.outcome, trajectory.reward, trajectory.error) == (Outcome.COMPLETED, 1.0, "")
+    assert [turn.reply for turn in trajectory.turns] == ["touch one", "touch two"]
+    assert len(trajectory_samples(trajectory)) == 2, "the program began a dialogue of its own in each step"
 
 
 @pytest.mark.sandbox

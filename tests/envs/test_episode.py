@@ -16,7 +16,7 @@ from envs.group import run_group
 from envs.harbor import load_task
 from envs.harness import Conversation
 from envs.sandbox import Sandbox
-from envs.task import AgentSpec, Limits, Task
+from envs.task import Environment, Limits, Task
 from envs.timeouts import TimeoutRule
 from tests.envs.task_dirs import make_task_dir
 from tests.fakes.directory_sandbox import DirectoryProvider
@@ -226,8 +226,8 @@ def test_the_verifiers_limit_is_multiplied_under_harbors_rule_only(task: Task, p
 async def test_a_task_that_no_episode_plays_is_refused_before_its_sandbox_starts(
     task: Task, provider: DirectoryProvider
 ) -> None:
-    with pytest.raises(TaskError, match=r"agent\.user is not played yet"):
-        await play(replace(task, agent=AgentSpec(user="ada")), make_episode(provider))
+    with pytest.raises(TaskError, match=r"environment\.skills_dir is not played yet"):
+        await play(replace(task, environment=Environment(skills_dir="/skills")), make_episode(provider))
     assert provider.sandboxes == {}
 
 

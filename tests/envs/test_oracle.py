@@ -1,18 +1,21 @@
 """The oracle's steps are complete commands; its replies are what a policy of that style would say."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from envs.conversation import ScriptedConversation
 from envs.errors import HarnessTimeout, TaskError, TurnLimit
 from envs.nop import NopHarness
 from envs.oracle import Claim, SolutionScript, oracle_conversation, script_conversation, solution_steps
 from envs.sandbox import ExecResult
-from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
+from envs.steps import steps_of
+from envs.task import Environment, Limits, Provenance, Step, Task, VerifierSpec
 from envs.terminus2.harness import Terminus2
 from envs.terminus2.parser import parse_reply
-from envs.terminus2.prompts import COMPACT, FULL, Prompts
+from envs.terminus2.prompts import COMPACT, FULL, Prompts, ReplyFormat, in_format
 from tests.fakes.screen_sandbox import ScreenSandbox
 
 
@@ -124,6 +127,34 @@ async def test_the_claim_is_made_where_it_is_asked_for(
     assert len(replies) == num_turns
 
 
+@pytest.mark.parametrize("style", [COMPACT, FULL])
+async def test_the_oracle_speaks_xml_without_a_warning(tmp_path: Path, style: Prompts) -> None:
+    prompts = in_format(style, ReplyFormat.XML)
+    replies = await told(make_task(tmp_path, "echo '<a> & b'\nls\n"), prompts, claim=Claim.AFTER_LOOK)
+    parsed = [prompts.read(reply, was_cut=False) for reply in replies]
+    assert [[c.keystrokes for c in p.commands] for p in parsed if p] == [["echo '<a> & b'\n"], ["ls\n"], [], []]
+    assert [(p.is_complete, p.error, p.warnings) for p in parsed if p] == [(k > 1, "", ()) for k in range(4)]
+
+
+def test_a_solution_that_xml_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="reply_format json"):
+        oracle_conversation(make_task(tmp_path, "echo '</keystrokes>'\n"), in_format(FULL, ReplyFormat.XML))
+
+
+async def test_the_oracle_plays_the_steps_of_a_task_one_after_the_other(tmp_path: Path) -> None:
+    task = make_task(tmp_path, None)
+    for name in ("one", "two"):
+        (tmp_path / "steps" / name / "solution").mkdir(parents=True)
+        (tmp_path / "steps" / name / "solution" / "solve.sh").write_text(f"echo {name}\n")
+    task = replace(task, steps=tuple(Step(name=name, instruction=name) for name in ("one", "two")))
+    conversation = oracle_conversation(task, COMPACT)
+    for step in steps_of(task):
+        await Terminus2(COMPACT).run(step.task, ScreenSandbox("$"), conversation)
+    typed = [c.keystrokes for turn in conversation.turns for c in parse_reply(turn.reply).commands]
+    assert typed == ["echo one\n", "echo two\n"]
+    assert len(script_conversation(task)._replies) == 2
+
+
 def test_a_tab_is_typed_behind_ctrl_v(tmp_path: Path) -> None:
     conversation = oracle_conversation(make_task(tmp_path, "printf 'a\tb'\n"), COMPACT)
     assert "\\u0016\\t" in conversation._replies[0]
@@ -132,17 +163,17 @@ def test_a_tab_is_typed_behind_ctrl_v(tmp_path: Path) -> None:
 async def test_a_whole_script_is_uploaded_and_run_by_one_command(tmp_path: Path) -> None:
     task = make_task(tmp_path, "echo $0\n")
     sandbox = ScreenSandbox("")
-    conversation = script_conversation()
+    conversation = script_conversation(task)
     await SolutionScript().run(task, sandbox, conversation)
     assert sandbox.files == {"/solution/solve.sh": b"echo $0\n"}
     assert sandbox.commands == ["bash /solution/solve.sh"]
     assert (conversation.prompt, len(conversation.turns)) == ("Do it", 1)
     late = ScreenSandbox(ExecResult(exit_code=124, stdout=b"", stderr=b""))
     with pytest.raises(HarnessTimeout):
-        await SolutionScript().run(task, late, script_conversation())
+        await SolutionScript().run(task, late, script_conversation(task))
 
 
 async def test_nop_does_nothing(tmp_path: Path) -> None:
     sandbox = ScreenSandbox("$")
-    await NopHarness().run(make_task(tmp_path, None), sandbox, script_conversation())
+    await NopHarness().run(make_task(tmp_path, None), sandbox, ScriptedConversation(()))
     assert sandbox.commands == []

@@ -68,7 +68,7 @@ async def test_the_oracle_types_what_a_script_would_do(provider: LocalProvider, 
 
 
 async def test_a_whole_script_solves_too_and_nop_does_not(provider: LocalProvider, task: Task) -> None:
-    script = Episode(provider=provider, harness=SolutionScript(), converse=lambda task, key: script_conversation())
+    script = Episode(provider=provider, harness=SolutionScript(), converse=lambda task, key: script_conversation(task))
     assert (await play(task, script)).reward == 1.0
     nop = replace(script, harness=NopHarness())
     trajectory = await play(task, nop)

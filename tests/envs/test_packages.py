@@ -150,6 +150,6 @@ def test_a_dataset_whose_task_was_changed_is_refused(tmp_path: Path, task_dirs: 
 
 
 def test_a_set_with_a_task_that_no_episode_plays_is_refused_before_work(tmp_path: Path) -> None:
-    make_task_dir(tmp_path, "a", toml='[agent]\nuser = "ada"\n')
-    with pytest.raises(TaskError, match=r"task a: agent\.user is not played yet"):
+    make_task_dir(tmp_path, "a", toml='[environment]\nskills_dir = "/skills"\n')
+    with pytest.raises(TaskError, match=r"task a: environment\.skills_dir is not played yet"):
         resolve_tasks(str(tmp_path))

@@ -10,7 +10,19 @@ from envs.errors import SandboxRefused, TaskError
 from envs.harbor import load_task
 from envs.local.provider import LocalProvider
 from envs.playable import refuse_unplayable, unplayable
-from envs.task import AgentSpec, Artifact, Environment, Healthcheck, McpServer, Network, Step, Task, Tpu, VerifierSpec
+from envs.task import (
+    AgentSpec,
+    Artifact,
+    Collect,
+    Environment,
+    Healthcheck,
+    McpServer,
+    Network,
+    Step,
+    Task,
+    Tpu,
+    VerifierSpec,
+)
 from envs.templating import resolve_variables
 from tests.envs.task_dirs import make_task_dir
 
@@ -20,6 +32,10 @@ def task(tmp_path: Path) -> Task:
     return load_task(make_task_dir(tmp_path))
 
 
+def _step(**fields: Any) -> Step:
+    return Step(name="one", instruction="Do it", **fields)
+
+
 def test_a_plain_task_is_played(task: Task) -> None:
     refuse_unplayable(task)
 
@@ -27,17 +43,13 @@ def test_a_plain_task_is_played(task: Task) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"steps": (Step(name="one", instruction="Do it"),)}, "steps"),
-        ({"artifacts": (Artifact(source="/app"),)}, "artifacts"),
-        ({"environment": Environment(healthcheck=Healthcheck(command="true"))}, "environment.healthcheck"),
         ({"environment": Environment(skills_dir="/skills")}, "environment.skills_dir"),
         ({"environment": Environment(mcp_servers=(McpServer(name="x", url="http://x"),))}, "environment.mcp_servers"),
-        ({"agent": AgentSpec(user="ada")}, "agent.user"),
-        ({"agent": AgentSpec(user=0)}, "agent.user"),
         ({"agent": AgentSpec(network=Network(mode="allowlist"))}, "agent.network_mode"),
-        ({"verifier": VerifierSpec(user="root")}, "verifier.user"),
         ({"verifier": VerifierSpec(network=Network(mode="public"))}, "verifier.network_mode"),
-        ({"verifier": VerifierSpec(is_separate=True)}, "verifier.environment_mode separate"),
+        ({"steps": (_step(agent=AgentSpec(network=Network(mode="allowlist"))),)}, "agent.network_mode"),
+        ({"artifacts": (Artifact(source="/a", service="db"),)}, "service db of a compose file"),
+        ({"steps": (_step(verifier=VerifierSpec(collect=(Collect(command="x", service="db"),))),)}, "service db"),
         ({"has_prior_trajectory": True}, "trajectory.json"),
     ],
 )
@@ -48,6 +60,13 @@ def test_what_no_episode_does_is_refused_by_name(task: Task, change: dict[str, A
     assert message.startswith("task a-task: ")
     assert name in message
     assert "\n" not in message
+
+
+def test_steps_artifacts_health_checks_users_and_separate_verifiers_are_played(task: Task) -> None:
+    verifier = VerifierSpec(is_separate=True, user="root", collect=(Collect(command="true", service="main"),))
+    environment = Environment(network_mode="no-network", healthcheck=Healthcheck(command="true"))
+    asks = replace(task, environment=environment, agent=AgentSpec(user="ada"), verifier=verifier)
+    refuse_unplayable(replace(asks, steps=(_step(),), artifacts=(Artifact(source="/app"),)))
 
 
 def test_a_phase_that_names_the_network_of_the_environment_is_played(task: Task) -> None:
@@ -85,9 +104,15 @@ def test_a_template_takes_the_host_variable_or_else_its_default() -> None:
 )
 def test_the_local_provider_refuses_by_name_what_no_box_has(task: Task, environment: dict[str, Any], name: str) -> None:
     options: dict[str, Any] = {"network_mode": "no-network"} | environment
-    asks = replace(task, environment=Environment(**options))
     with pytest.raises(SandboxRefused, match=name):
-        LocalProvider().check(asks)
+        LocalProvider().check(replace(task, environment=Environment(**options)))
     with pytest.raises(SandboxRefused, match="compose"):
         LocalProvider().check(replace(task, compose_file="docker-compose.yaml"))
-    LocalProvider().check(task)
+    for change in ({"agent": AgentSpec(user="ada")}, {"steps": (_step(verifier=VerifierSpec(user=1000)),)}):
+        with pytest.raises(SandboxRefused, match="a user beside root"):
+            LocalProvider().check(replace(task, **change))
+    asks = Environment(network_mode="no-network", gpus=1)
+    for verifier in (VerifierSpec(user="ada", is_separate=True), VerifierSpec(is_separate=True, environment=asks)):
+        with pytest.raises(SandboxRefused, match=r"a user beside root|gpus"):
+            LocalProvider().check(replace(task, verifier=verifier))
+    LocalProvider().check(replace(task, agent=AgentSpec(user=0), verifier=VerifierSpec(user="root")))

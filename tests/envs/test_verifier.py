@@ -18,7 +18,7 @@ async def judge(tmp_path: Path, test_sh: str, *, toml: str = "", timeout_s: floa
 
 async def test_the_reward_and_the_printed_evidence_come_back(tmp_path: Path) -> None:
     verdict = await judge(tmp_path, "echo out\necho err >&2\necho 0.5 >/logs/verifier/reward.txt\nexit 3\n")
-    assert verdict == Verdict(reward=0.5, evidence="out\nerr\n")
+    assert verdict == Verdict(reward=0.5, evidence="out\nerr\n", rewards={"reward": 0.5})
 
 
 async def test_one_verification_costs_three_calls_and_kills_first(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ async def test_the_only_value_of_reward_json_is_the_reward_whatever_its_key(tmp_
 async def test_tests_run_in_the_working_directory_with_their_environment(tmp_path: Path) -> None:
     test_sh = 'pwd; [ "$SEED" = 7 ] && echo 1 >/logs/verifier/reward.txt\n'
     verdict = await judge(tmp_path, test_sh, toml='[verifier.env]\nSEED = "7"\n')
-    assert verdict == Verdict(reward=1.0, evidence=f"{tmp_path}/box/app\n")
+    assert (verdict.reward, verdict.evidence) == (1.0, f"{tmp_path}/box/app\n")
 
 
 async def test_evidence_is_the_end_of_a_long_output(tmp_path: Path) -> None:
@@ -57,15 +57,19 @@ async def test_evidence_is_the_end_of_a_long_output(tmp_path: Path) -> None:
         (": >/logs/verifier/reward.txt\n", "reward.txt holds no number: ''"),
         ("echo passed >/logs/verifier/reward.txt\n", "reward.txt holds no number: 'passed'"),
         ("echo 1 0 >/logs/verifier/reward.txt\n", "reward.txt holds no number: '1 0'"),
-        ("echo nan >/logs/verifier/reward.txt\n", "reward.txt is not finite: nan"),
-        ("echo inf >/logs/verifier/reward.txt\n", "reward.txt is not finite: inf"),
+        ("echo nan >/logs/verifier/reward.txt\n", "reward.txt is not finite: reward is nan"),
+        ("echo inf >/logs/verifier/reward.txt\n", "reward.txt is not finite: reward is inf"),
         (": >/logs/verifier/reward.json\n", "reward.json is not JSON"),
         ("echo '{\"reward\": ' >/logs/verifier/reward.json\n", "reward.json is not JSON"),
         ("echo 1 >/logs/verifier/reward.json\n", "reward.json is not an object"),
-        ("echo '{\"reward\": NaN}' >/logs/verifier/reward.json\n", "reward.json is not finite: nan"),
+        ("echo '{\"reward\": NaN}' >/logs/verifier/reward.json\n", "reward.json is not finite: reward is nan"),
         ('echo \'{"reward": "1"}\' >/logs/verifier/reward.json\n', "reward.json holds no number: '1'"),
         ("echo '{\"reward\": true}' >/logs/verifier/reward.json\n", "reward.json holds no number: True"),
         ('echo \'{"a": 1, "b": 0}\' >/logs/verifier/reward.json\n', "no key 'reward' among ['a', 'b']"),
+        ('echo \'{"reward": 1, "b": NaN}\' >/logs/verifier/reward.json\n', "reward.json is not finite: b is nan"),
+        ('echo \'{"reward": 1, "b": []}\' >/logs/verifier/reward.json\n', "reward.json holds no number: []"),
+        ("printf '{\"reward\": 1%0400d}' 0 >/logs/verifier/reward.json\n", "is not finite: reward is inf"),
+        ("printf '[%.0s' {1..60000} >/logs/verifier/reward.json\n", "reward.json is not JSON"),
         ("echo {} >/logs/verifier/reward.json\n", "no key 'reward' among []"),
     ],
 )
@@ -75,6 +79,21 @@ async def test_a_reward_that_is_missing_or_malformed_is_an_error_that_says_why(
     with pytest.raises(VerifierError) as caught:
         await judge(tmp_path, test_sh)
     assert reason in str(caught.value)
+
+
+async def test_every_number_of_reward_json_is_told(tmp_path: Path) -> None:
+    verdict = await judge(tmp_path, 'echo \'{"style": 0.25, "reward": 1}\' >/logs/verifier/reward.json\n')
+    assert (verdict.reward, verdict.rewards) == (1.0, {"style": 0.25, "reward": 1.0})
+
+
+async def test_tests_of_a_step_lie_over_those_of_the_task(tmp_path: Path) -> None:
+    task = load_task(make_task_dir(tmp_path, test_sh="cat ${0%/*}/shared >/logs/verifier/reward.txt\n"))
+    (task.path / "tests" / "shared").write_text("0")
+    (tmp_path / "over").mkdir()
+    (tmp_path / "over" / "shared").write_text("1")
+    tests = (task.path / "tests", tmp_path / "over")
+    verdict = await verify(task, DirectorySandbox(tmp_path / "box"), timeout_s=20, tests=tests)
+    assert verdict.reward == 1.0
 
 
 async def test_tests_that_do_not_end_are_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from envs.build import HarnessName, PromptStyle
+from envs.terminus2.prompts import ReplyFormat
 from recipes.evaluate import config_of_harbor_job
 from recipes.launch import _split_config
 
@@ -25,7 +26,9 @@ agents:
     override_timeout_sec: 600
     max_timeout_sec: 7200
     kwargs:
-      parser_name: json
+      parser_name: xml
+      enable_summarize: true
+      proactive_summarization_threshold: 2048
       temperature: 0.7
       max_episodes: 40
       collect_rollout_details: true
@@ -50,6 +53,7 @@ def test_a_whole_job_is_taken_over(tmp_path: Path) -> None:
     episode = config.episode
     assert (episode.harness, episode.prompts, episode.max_turns) == (HarnessName.TERMINUS_2, PromptStyle.FULL, 40)
     assert (episode.context_tokens, episode.sampling.max_tokens, episode.sampling.temperature) == (32768, 2768, 0.7)
+    assert (episode.reply_format, episode.summarize, episode.summary.below_tokens) == (ReplyFormat.XML, True, 2048)
     assert (episode.agent_timeout_s, episode.max_agent_timeout_s) == (600.0, 7200.0)
     assert (episode.max_verifier_timeout_s, episode.timeout_multiplier) == (240.0, 2.0)
 
@@ -83,7 +87,10 @@ def test_unknown_keys_are_said_in_one_line(tmp_path: Path, caplog: pytest.LogCap
     [
         ({"agents": []}, "agents lists 0"),
         ({"agents": [{"name": "codex"}]}, "agents[0].name must be one of terminus-2"),
-        ({"agents": [{"name": "terminus-2", "kwargs": {"parser_name": "xml"}}]}, "agents[0].kwargs.parser_name 'xml'"),
+        (
+            {"agents": [{"name": "terminus-2", "kwargs": {"parser_name": "yaml"}}]},
+            "agents[0].kwargs.parser_name must be one of",
+        ),
         (
             {"agents": [{"name": "terminus-2", "kwargs": {"strict_json_parser": True}}]},
             "kwargs.strict_json_parser True",

@@ -40,10 +40,10 @@ async def test_every_malformed_task_gets_its_line_and_the_exit_code_is_1(tasks: 
 
 def test_unknown_keys_and_what_no_episode_plays_are_notes(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("x", "y"):
-        make_task_dir(tasks, name, toml='artifacts = ["/app"]\nfuture = 1\n')
+        make_task_dir(tasks, name, toml='future = 1\n[environment]\nskills_dir = "/skills"\n')
     assert check(str(tasks))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")] == [
-        "note: artifacts is not played yet: 2 tasks, x first",
+        "note: environment.skills_dir is not played yet: 2 tasks, x first",
         "note: unknown key future of task.toml ignored: 2 tasks, x first",
     ]
 

@@ -52,7 +52,7 @@ def _pack() -> bytes:
         programs = {name: path for name in _PROGRAMS if (path := shutil.which(name))}
         for name, path in programs.items():
             _add(tar, f"bin/{name}", Path(path).read_bytes(), 0o755)
-        for library in sorted(set(_libraries(programs.values()))):
+        for library in sorted(set(libraries(programs.values()))):
             _add(tar, library.lstrip("/"), Path(library).read_bytes(), 0o755)
         for locale in sorted(path for path in Path("/usr/lib/locale/C.utf8").rglob("*") if path.is_file()):
             _add(tar, str(locale).lstrip("/"), locale.read_bytes(), 0o644)  # tmux does not start without
@@ -67,7 +67,7 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def _libraries(programs: Iterable[str]) -> Iterator[str]:
+def libraries(programs: Iterable[str]) -> Iterator[str]:
     listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, timeout=60, check=False).stdout
     for line in listed.splitlines():
         words = line.split()

@@ -12,7 +12,7 @@ from envs.sampler import SamplingParams
 from envs.sandbox import ExecResult
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 from envs.terminus2.harness import Malformed, Terminus2
-from envs.terminus2.prompts import COMPACT, FULL
+from envs.terminus2.prompts import COMPACT, FULL, ReplyFormat, in_format
 from tests.envs.tokens import special_id, text_ids, tiny_renderer
 from tests.fakes.sampler import FakeSampler
 from tests.fakes.screen_sandbox import ScreenSandbox
@@ -202,3 +202,28 @@ async def test_half_a_surrogate_pair_does_no_harm() -> None:
     sandbox = ScreenSandbox("$")
     await Terminus2(FULL).run(TASK, sandbox, ScriptedConversation([reply("echo \ud83d\n"), DONE, DONE]))
     assert "echo ?\n" in sandbox.commands[1]
+
+
+XML = in_format(FULL, ReplyFormat.XML)
+XML_LS = '<response><analysis/><plan/><commands><keystrokes duration="0.1">ls\n</keystrokes></commands></response>'
+XML_DONE = "<response><analysis/><plan/><commands/><task_complete>true</task_complete></response>"
+
+
+async def test_xml_replies_are_played_and_an_error_asks_for_xml() -> None:
+    sandbox = ScreenSandbox("$", "$ ls\na\n$")
+    conversation = ScriptedConversation([XML_LS, LS, XML_DONE, XML_DONE])
+    await Terminus2(XML).run(TASK, sandbox, conversation)
+    assert "ls\n" in sandbox.commands[1]
+    assert conversation.turns[0].observation == "New Terminal Output:\n$ ls\na\n$\n"
+    assert conversation.turns[1].observation.endswith("Please fix these issues and provide a proper XML response.\n")
+    assert len(conversation.turns) == 4
+
+
+async def test_an_xml_reply_that_was_cut_behind_its_end_is_done() -> None:
+    sandbox = ScreenSandbox("$")
+    sampler = FakeSampler(lambda ids: text_ids(f"{XML_LS} and so on"))
+    params = SamplingParams(max_tokens=len(text_ids(XML_LS)) + 4)
+    conversation = SampledConversation(tiny_renderer(), sampler, params, max_turns=1, context_tokens=10_000, key="t")
+    with pytest.raises(TurnLimit):
+        await Terminus2(XML).run(TASK, sandbox, conversation)
+    assert "ls\n" in sandbox.commands[1]

@@ -42,9 +42,10 @@ def test_no_commands_are_fine() -> None:
         ("Yes", True, 0),
         ("1", True, 0),
         ("no", False, 0),
-        (1, False, 1),
-        (None, False, 1),
-        ([True], False, 1),
+        (1, True, 1),
+        (0, False, 1),
+        (None, False, 0),
+        ([True], True, 1),
     ],
 )
 def test_task_complete(value: Any, is_complete: bool, num_warnings: int) -> None:
