@@ -34,6 +34,8 @@ def test_a_damaged_lease_counts_as_expired(tmp_path: Path) -> None:
 def test_removing_a_lease_ends_the_processes_of_its_slot(tmp_path: Path) -> None:
     label = f"thresher-test-{time.time_ns()}"
     process = subprocess.Popen([label, "60"], executable="/bin/sleep")
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(label.encode()):
+        time.sleep(0.01)  # the child has not become that program yet
     files = LeaseFiles(tmp_path)
     with files.hold(Lease(run="r", owner="o", expires_at=0, holder=""), label):
         files.remove(files.list()[0].id)
