@@ -1,7 +1,7 @@
 """Alarms: what the metrics of a run look like when it goes wrong.
 
 Invariant: functions of the metrics logged so far alone; a metric that a step lacks is skipped, and nothing is alarming
-before there is as much history as a comparison needs. Called by recipes/rloo.py after each step;
+before there is as much history as a comparison needs. Called by recipes/rloo.py after each step.
 
 Each alarm compares a trailing mean with a reference from the run itself, because no absolute number fits two policies.
 The paper's 8B run is the reason for them: its reward peaked near step 35 and fell from about 0.51 to 0.13

@@ -68,10 +68,7 @@ async def reuse_groups(
     """Hands stored Groups to the buffer, which gives back those that are not fresh; returns counts of both."""
     locations = [ledger.index.locations(group_id)[-1] for group_id in group_ids]
     handles = await rollouts.read(locations)
-    oldest_first = sorted(
-        handles, key=lambda handle: min((m.min_version.n for m in handle.members if m.min_version), default=0)
-    )
-    num_reused = sum(buffer.readmit(handle) for handle in oldest_first)
+    num_reused = sum(buffer.readmit(handle) for handle in sorted(handles, key=_oldest_n))
     return {"groups_reused": float(num_reused), "groups_given_back": float(len(handles) - num_reused)}
 
 

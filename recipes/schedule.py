@@ -2,7 +2,7 @@
 
 Invariant: slot k is always the same Task (a seeded shuffle of each pass), no slot is skipped, and one is issued again
 only when its last Group cannot be trained on any more. The ledger knows each issue.
-Called by recipes/rloo.py; the rollout stream draws from it.
+Called by recipes/rloo_parts.py; the rollout stream draws from it.
 """
 
 import heapq

@@ -2,7 +2,7 @@
 
 Invariant: every token of an evaluation was sampled by the one version that it names; at most one evaluation runs, and
 training waits only while the version's weights are staged and loaded, never for a rollout.
-Called by recipes/rloo.py. Why a server of its own: docs/decisions/051.
+Called by recipes/rloo_parts.py. Why a server of its own: docs/decisions/051.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Totals of a run over all processes that it had, kept in its metrics.
 
 Invariant: each line of metrics.jsonl holds the totals up to it, so a killed process loses only what came after its last
-line. Called by recipes/rloo.py.
+line. Called by recipes/rloo_parts.py.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The watchdog: ends a run that makes no progress, and says who is stuck.
 
 Invariant: every wait inside the run has a deadline of its own; this is the backstop for one that was forgotten, and for
-an event loop that is stuck itself. Called by recipes/rloo.py.
+an event loop that is stuck itself. Called by recipes/rloo_parts.py.
 """
 
 import asyncio

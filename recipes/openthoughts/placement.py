@@ -7,7 +7,7 @@ Called by recipes/openthoughts/rloo_8b.py.
 from learners.memory_plan import BF16, GIB
 from learners.shape import ModelShape
 
-RESERVED_GB = 4.0
+SERVER_RESERVED_GB = 4.0
 """CUDA context, graphs and activations of a server's GPU."""
 
 
@@ -33,5 +33,5 @@ def place(num_learners: int, num_servers: int, *, gpus_per_node: int) -> list[st
 
 def cache_tokens(shape: ModelShape, *, gpu_memory_gb: float, utilization: float) -> int:
     """Tokens whose bf16 keys and values fit on one server's GPU beside its weights; 0 when the weights do not fit."""
-    free = gpu_memory_gb * utilization - RESERVED_GB - BF16 * shape.num_parameters / GIB
+    free = gpu_memory_gb * utilization - SERVER_RESERVED_GB - BF16 * shape.num_parameters / GIB
     return max(0, int(free * GIB / shape.cache_bytes_per_token))

@@ -33,6 +33,7 @@ from actors.cluster import Resources
 from actors.inference_config import DType, InferencePoolConfig, ServerConfig
 from actors.learner_group import LearnerGroupConfig
 from actors.rollout_pool import RolloutPoolConfig
+from actors.sync_config import Transport
 from envs.build import EpisodeConfig, PromptStyle
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision
@@ -124,9 +125,10 @@ async def main(config: Config) -> dict[str, Any]:
         raise ValueError("; ".join(problems))
     if config.dry_run:
         return {}
-    if config.sync.directory is None:
+    if config.sync.transport is Transport.FILES and config.sync.directory is None:
         raise ValueError(
-            "servers lie on other nodes than ranks: give --sync.directory on a disk that every node shares"
+            "servers lie on other nodes than ranks: give --sync.directory on a disk that every node shares, or "
+            "--sync.transport object_store"
         )
     return await rloo.main(config)
 
