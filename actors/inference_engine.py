@@ -208,7 +208,8 @@ class Engine:
             await self._raise_if_corrupt(manifest)
             num_in_flight = self.num_running
             began = time.perf_counter()
-            async with self._paused(mode):
+            # What is kept must not go on before the new weights are proven.
+            async with self._paused(mode if admits else UpdateMode.ABORT):
                 loaded = await self._rpc("load_stage", manifest.as_message(), None)
                 checked = await self._rpc("read_back", manifest.as_message(), max_columns)
                 self._raise_if_stale(manifest, checked)
@@ -246,7 +247,7 @@ class Engine:
         """Pushes the stage with noise through the path of `load`; nothing is sampled until the next `load`."""
         async with self._update:
             self._fault = "its weights are disturbed for a canary"
-            async with self._paused(UpdateMode.KEEP):
+            async with self._paused(UpdateMode.ABORT):
                 await self._rpc("load_stage", manifest.as_message(), asdict(noise))
 
     async def open_transfer(self, init_info: dict[str, Any]) -> None:
@@ -312,9 +313,11 @@ class Engine:
             yield
         except BaseException as error:
             self._fault = f"weight update failed: {error!r}"
+            if not self.is_dead:  # what is kept must not go on with weights of which a part may be new
+                await self._llm.pause_generation(mode=UpdateMode.ABORT.value, clear_cache=False)
             raise
         finally:
-            if self._awake.is_set():  # else there is no cache to sample with yet
+            if self._awake.is_set() and not self.is_dead:  # else there is no cache to sample with yet
                 await self._llm.resume_generation()
             self.stats.pause_s += time.perf_counter() - began
 

@@ -10,8 +10,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,9 @@ class InferenceServer:
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
         """See Engine.load."""
-        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
-        return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
+        here = await asyncio.to_thread(localize, manifest)
+        with self._living() as engine:
+            return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
 
     async def load_adapter(self, adapter: Adapter, mode: UpdateMode) -> None:
         """See Engine.load_adapter."""
@@ -123,12 +124,14 @@ class InferenceServer:
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
         """See Engine.load_disturbed."""
-        engine, here = self._started(), await asyncio.to_thread(localize, manifest)
-        await engine.load_disturbed(here, noise)
+        here = await asyncio.to_thread(localize, manifest)
+        with self._living() as engine:
+            await engine.load_disturbed(here, noise)
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
         """See Engine.probe."""
-        return await self._started().probe(ids)
+        with self._living() as engine:
+            return await engine.probe(ids)
 
     async def quarantine(self, reason: str) -> None:
         """See Engine.quarantine."""
@@ -167,11 +170,17 @@ class InferenceServer:
         self._started().drain()
 
     async def _handle(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
-        engine = self._started()
-        try:
+        with self._living() as engine:
             async with aclosing(engine.generate(request, request_id)) as parts:
                 async for part in parts:
                     yield part
+
+    @contextmanager
+    def _living(self) -> Iterator[Engine]:
+        """The engine; one that died meanwhile takes the process with it, so that the caller sees a dead server."""
+        engine = self._started()
+        try:
+            yield engine
         finally:
             if engine.is_dead:
                 self._exit()

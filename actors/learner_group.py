@@ -249,6 +249,8 @@ class LearnerGroup:
 
     async def _each(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The verb's result on every rank; LearnerLost when one's process is gone."""
+        if not self._ranks:
+            raise LearnerLost(f"the learner has no ranks for {verb}: they died, and are not back")
         arguments = arguments or [()] * len(self._ranks)
         limit = self._config.step_deadline_s
         calls = [

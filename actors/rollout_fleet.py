@@ -137,7 +137,8 @@ class RolloutFleet:
         living = [index for index, _ in self.serving()]
         if not living:
             raise ActorDied("no rollout worker is left: all died and did not come back; add nodes and start again")
-        return min(living, key=lambda index: sum(self._places[index].running.values()))
+        whole = [index for index in living if not self._places[index].mending.locked()]
+        return min(whole or living, key=lambda index: sum(self._places[index].running.values()))
 
     async def _bring_back(self, index: int, life: int, *, is_stuck: bool) -> None:
         """Returns when the worker is back, or out of the fleet, and what its dead process had stored is known."""
@@ -145,7 +146,6 @@ class RolloutFleet:
         async with place.mending:  # the first of its Groups to notice does it for all
             if place.life != life:
                 return
-            place.life += 1
             if is_stuck:
                 ray.kill(self.workers[index], no_restart=False)
             if await self._is_back(index):
@@ -154,10 +154,11 @@ class RolloutFleet:
                 place.is_out = True
                 self.num_lost += 1
                 logger.error("worker=%d did not come back; its Groups go to the others", index)
+            place.life += 1  # only now: who was sent to the dead process meanwhile need not end the new one
             handles = await self.call_any("find", {place.segment: place.reported_to}, deadline_s=_FIND_DEADLINE_S)
             for handle in handles:
                 place.reported(handle.location)
-            place.found = {handle.group_id: handle for handle in handles if handle.group_id in place.running}
+            place.found |= {handle.group_id: handle for handle in handles if handle.group_id in place.running}
 
     async def _is_back(self, index: int) -> bool:
         """Waits for the process that Ray starts in its place."""

@@ -214,9 +214,15 @@ class RolloutStream:
         self._buffer = buffer
         self._oldest_served = oldest_served
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reopened = asyncio.Event()
+
+    def reopen(self) -> None:
+        """Tasks that had ended may have come back: they are issued before anyone is told of an end."""
+        self._buffer.reopen()
+        self._reopened.set()
 
     async def issue(self) -> None:
-        """Starts a Group whenever admission permits one, until the Tasks end or the stream is closed."""
+        """Starts a Group whenever admission permits one, until the stream is closed; the end of Tasks may be undone."""
         running: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -226,10 +232,12 @@ class RolloutStream:
                     self._buffer.start(request.group_id, self._oldest_served() or self._buffer.version)
                     running.add(task := asyncio.create_task(self._play(request)))
                     task.add_done_callback(running.discard)
-                if not running:
-                    break
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # it may bring a Task back
-            self._buffer.close()
+                if running:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # it may bring a Task back
+                    continue
+                self._reopened.clear()
+                self._buffer.close()
+                await self._reopened.wait()
         except Exception as error:
             self._fail(error)
         finally:

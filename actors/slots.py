@@ -37,7 +37,8 @@ class Slots:
             if granted.done() and not granted.cancelled():
                 self.give(count)
             else:
-                self._waiting.remove((count, granted))
+                if (count, granted) in self._waiting:  # `_serve` passes over a taker that is gone
+                    self._waiting.remove((count, granted))
                 self._serve()
             raise
 

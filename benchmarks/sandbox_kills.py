@@ -52,7 +52,7 @@ _TASK = Task(
 )
 _COMMAND = "sleep 1000 >/dev/null 2>&1 & setsid sleep 1000 >/dev/null 2>&1 & sleep 0.03; echo done"
 _VICTIMS = ("worker", "driver", "agent")
-_START_S = 45.0
+_START_S = 120.0
 _KEY = "key"
 
 
@@ -131,7 +131,7 @@ def _kill(
     victim: str, driver: ForkServerProcess, worker: ForkServerProcess, service_pid: int, rng: random.Random
 ) -> None:
     if victim == "agent":
-        boxes = _labelled(service_pid or worker.pid or 0)
+        boxes = _boxes_of(service_pid or worker.pid or 0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(rng.choice(boxes), signal.SIGKILL)
     elif victim == "worker":
@@ -139,6 +139,16 @@ def _kill(
     else:
         driver.kill()
         worker.join(10)
+
+
+def _boxes_of(pid: int) -> list[int]:
+    """Processes that hold the labels of a worker's boxes, once there are some: it stops one and starts the next."""
+    deadline = time.monotonic() + _START_S
+    while not (boxes := _labelled(pid)):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the worker {pid} has no sandbox within {_START_S:g} s")
+        time.sleep(0.005)
+    return boxes
 
 
 def _drive(alive: Connection) -> None:

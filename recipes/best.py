@@ -6,6 +6,7 @@ A trailing average, because the best single step of a noisy run is its luckiest 
 a run may collapse after its peak (arXiv 2606.24855 released step 45 of a run that did).
 """
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -40,6 +41,7 @@ async def save_best(
     found = sorted((directory / "checkpoints").glob("[0-9]*-[0-9]*[0-9]"))  # lineage-version, the later lineage wins
     saved = {int(path.name.partition("-")[2]): path for path in found}
     best = best_version(saved, scores_of(history), window)
+    shutil.rmtree(directory / "best", ignore_errors=True)  # of a run that went on from there
     if best is not None and best != current:
         await learner.load(saved[best])
         await learner.save_pretrained(directory / "best")

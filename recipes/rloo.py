@@ -244,6 +244,7 @@ async def _finish_evaluation(run: Run, parts: Parts) -> None:
     """Waits for the evaluation that runs; what it found goes into the last step's line."""
     if parts.evaluation is None or not parts.progress.history:
         return
+    parts.watchdog.doing = "finishing the evaluation"
     if found := await parts.evaluation.finish():
         step, metrics = parts.progress.history[-1]
         parts.progress.history[-1] = (step, metrics | found)

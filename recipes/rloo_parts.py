@@ -131,6 +131,13 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         )
     )
     schedule = Schedule(tasks, ledger, seed=config.seed, epochs=config.epochs)
+    stream: RolloutStream | None = None
+
+    def give_back(group_id: str, reason: str) -> None:
+        schedule.give_back(group_id, reason)
+        if stream is not None:
+            stream.reopen()
+
     buffer = GroupBuffer(
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
@@ -138,7 +145,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         policy=config.staleness,
         refill=config.refill,
         forks=ledger.ancestry.forks,
-        on_given_back=schedule.give_back,
+        on_given_back=give_back,
     )
     weights = _weight_sync(config, learner, servers, buffer)
     stack.push_async_callback(weights.close)
@@ -171,7 +178,13 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         progress=Progress(version, history=[row for row in read_history(run.directory) if row[0] <= version.n]),
         watchdog=Watchdog(
             config.stall_s,
-            progress=lambda: (rollouts.num_played, weights.num_syncs, learner.num_restarts, servers.num_restarts),
+            progress=lambda: (
+                rollouts.num_played,
+                evaluation.num_played if evaluation is not None else 0,
+                weights.num_syncs,
+                learner.num_restarts,
+                servers.num_restarts,
+            ),
             describe=buffer.describe_running,
         ),
         evaluation=evaluation,
@@ -182,6 +195,9 @@ async def restore_learner(config: "Config", run: Run, parts: Parts, lost: Learne
     """Starts the learner anew from the last checkpoint; every server has its weights before anything is sampled on."""
     progress, before = parts.progress, parts.progress.version
     parts.watchdog.doing = "restoring the learner"
+    progress.is_whole = False  # until the checkpoint is loaded, the learner holds the first weights
+    if parts.evaluation is not None:
+        await parts.evaluation.cancel()  # of a version that may be thrown away
     progress.num_restores += 1
     if progress.num_restores > config.learners.max_restarts:
         raise lost
@@ -192,6 +208,7 @@ async def restore_learner(config: "Config", run: Run, parts: Parts, lost: Learne
     await parts.publish(progress.version, barrier=True)
     parts.buffer.restore(progress.version)
     again = parts.schedule.go_back(progress.version.n + config.max_staleness, parts.buffer.holds)
+    parts.stream.reopen()
     counts = await reuse_groups(again, parts.rollouts, parts.ledger, parts.buffer)
     run.event(
         "learner restored", why=str(lost), lost_steps=before.n - progress.version.n, version=progress.version, **counts

@@ -159,25 +159,25 @@ async def _train(config: Config, run: Run, learner: SftLearner, feed: Feed, look
         if config.max_seconds is not None and progress.seconds >= config.max_seconds:
             progress.ended_by = "max_seconds"
             return
-        metrics = await finish(_step(learner, config.plan(next(batches)), looks, progress, run))
-        if looks.ends(metrics):
-            progress.ended_by = STOP_RULE
+        await finish(_step(learner, config.plan(next(batches)), looks, progress, run))
+        if progress.ended_by == STOP_RULE:
             return
         if progress.step % config.checkpoint_every == 0:
             await save(run, learner, progress)
     progress.ended_by = "max_steps" if num_steps == config.max_steps else "epochs"
 
 
-async def _step(learner: SftLearner, plan: BatchPlan, looks: Looks, progress: Progress, run: Run) -> dict[str, float]:
+async def _step(learner: SftLearner, plan: BatchPlan, looks: Looks, progress: Progress, run: Run) -> None:
     """One optimizer step, the looks that are due after it, and their line in the log."""
     began = time.monotonic()
     metrics = await learner.forward_backward(plan, LossConfig(kind=LossKind.CROSS_ENTROPY))
     metrics |= await learner.optim_step()
     progress.step += 1
     metrics |= await looks.after(progress.step)
+    if looks.ends(metrics):
+        progress.ended_by = STOP_RULE
     progress.seconds += time.monotonic() - began
     run.log(progress.step, {**plan.metrics, **metrics, "seconds": progress.seconds})
-    return metrics
 
 
 async def _render(config: Config, model: Path, run: Run) -> Demonstrations:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from actors.errors import ClusterError
+from actors.errors import ClusterError, LearnerLost
 from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import start_inference_pool
 from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
@@ -74,6 +74,8 @@ class SideEvaluation:
         self._weights = weights
         self._rollouts = rollouts
         self._running: asyncio.Task[dict[str, float]] | None = None
+        self.num_played = 0
+        """Groups that were evaluated."""
 
     async def after_step(self, version: PolicyVersion) -> dict[str, float]:
         """What a finished evaluation found, and begins the next one when `version` is due.
@@ -87,7 +89,13 @@ class SideEvaluation:
         if self._running is not None:
             logger.warning("version=%d is not evaluated: the evaluation before it still runs", version.n)
             return metrics | {"eval/skipped": 1.0}
-        await self._weights.publish(version)
+        try:
+            await self._weights.publish(version)
+        except LearnerLost:
+            raise
+        except ClusterError as error:  # its server died; training has its own
+            logger.warning("version=%d is not evaluated: %s", version.n, error)
+            return metrics | {"eval/failed": 1.0}
         self._running = asyncio.create_task(self._evaluate(version))
         return metrics
 
@@ -98,10 +106,11 @@ class SideEvaluation:
         return self._collect()
 
     async def cancel(self) -> None:
-        """Ends the evaluation that runs."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
+        """Ends the evaluation that runs; what it found is forgotten."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
 
     def _collect(self) -> dict[str, float]:
         if self._running is None or not self._running.done():
@@ -117,7 +126,10 @@ class SideEvaluation:
         requests = (
             GroupRequest(task=task, group_id=f"{task.id}@{version.lineage}-{version.n}") for task in self._tasks
         )
-        handles = [handle async for handle in self._rollouts.play_all(requests, self._config.attempts)]
+        handles: list[GroupHandle] = []
+        async for handle in self._rollouts.play_all(requests, self._config.attempts):
+            handles.append(handle)
+            self.num_played += 1
         _require_pinned(handles, version)
         rate = await asyncio.to_thread(solved_rate, {handle.task_id: member_rewards(handle) for handle in handles})
         return {

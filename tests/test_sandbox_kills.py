@@ -11,6 +11,7 @@ from tests.envs.local.boxes import IS_ROOT
 pytestmark = [pytest.mark.sandbox, pytest.mark.skipif(not IS_ROOT, reason="looks into cgroups of its own")]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("provider", [ProviderName.LOCAL, ProviderName.DAYTONA])
 async def test_nothing_is_left_after_kills_and_a_sweep(provider: ProviderName) -> None:
     figures = await kill_at_random(provider, kills=6, rng=random.Random(1))

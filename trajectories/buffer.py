@@ -241,6 +241,10 @@ class GroupBuffer:
                 self.give_back(group_id, GiveBack.ABANDONED_LINEAGE)
         self._notify()
 
+    def reopen(self) -> None:
+        """Undoes `close`: Groups may be admitted again."""
+        self._is_closed = False
+
     def close(self) -> None:
         """No more Groups will be admitted: ends waiting `admit`s, and lets `take` return what is left."""
         self._is_closed = True

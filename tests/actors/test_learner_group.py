@@ -29,7 +29,7 @@ class FakeRank:
 
 
 def group_of(*ranks: FakeRank) -> LearnerGroup:
-    config = LearnerGroupConfig(num_ranks=len(ranks))
+    config = LearnerGroupConfig(num_ranks=max(1, len(ranks)))
     return LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"), ranks=ranks)
 
 
@@ -82,3 +82,8 @@ async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
     with pytest.raises(ValueError, match=r"learner\.sequence_parallel=2 must divide learner\.num_ranks=3"):
         async with start_learner_group(config, learner, model=Path("model"), store=Path("store")):
             pass
+
+
+async def test_a_learner_without_ranks_is_lost_and_saves_nothing() -> None:
+    with pytest.raises(LearnerLost, match="no ranks for save"):
+        await group_of().save(Path("checkpoint"))

@@ -120,6 +120,18 @@ async def test_a_group_that_was_stored_before_its_worker_died_is_found_and_not_p
     assert (fleet.num_found, fleet.num_reissued) == (1, 0)
 
 
+async def test_a_group_sent_to_a_worker_that_is_coming_back_does_not_end_it_again() -> None:
+    worker = MortalWorker(1, deadly={"a": 1})
+    fleet = fleet_of(worker)
+    first = asyncio.create_task(fleet.play(TASK, "a", 2))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert worker.is_down
+    handles = await asyncio.gather(first, fleet.play(TASK, "b", 2))
+    assert [handle.group_id for handle in handles] == ["a", "b"]
+    assert (fleet.num_restarts, worker.process) == (1, 1001), "one death, one new process"
+
+
 async def test_a_worker_that_does_not_come_back_leaves_its_groups_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

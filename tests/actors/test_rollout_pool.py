@@ -82,6 +82,21 @@ def requests(count: int) -> Iterator[GroupRequest]:
         yield GroupRequest(task=task, group_id=f"g{index}")
 
 
+def waiting_task() -> Task:
+    return next(requests(1)).task
+
+
+class OneByOne:
+    """Requests that may come back after they ended, as a Schedule's do."""
+
+    def __init__(self, waiting: list[GroupRequest]) -> None:
+        self._waiting = waiting
+
+    def __iter__(self) -> Iterator[GroupRequest]:
+        while self._waiting:
+            yield self._waiting.pop(0)
+
+
 def make_pool(workers: list[FakeWorker], max_rollouts: int) -> RolloutPool:
     config = RolloutPoolConfig(num_workers=len(workers), max_rollouts=max_rollouts)
     segments = [f"w{index}.seg" for index in range(len(workers))]
@@ -131,6 +146,22 @@ async def test_a_stream_feeds_each_step_and_ends_with_its_tasks() -> None:
         assert len(await stream.take(PolicyVersion(lineage=0, n=1), 5)) == 2
         with pytest.raises(EndOfTasks):
             await stream.take(PolicyVersion(lineage=0, n=1), 5)
+
+
+async def test_tasks_that_come_back_after_the_end_are_played() -> None:
+    """As when a learner goes back to a checkpoint after the last Task was issued."""
+    pool = make_pool([FakeWorker()], max_rollouts=64)
+    buffer = GroupBuffer(groups_per_step=2, max_staleness=4, version=V0)
+    waiting = list(requests(3))
+    source = OneByOne(waiting)
+    async with pool.stream(source, 2, buffer, lambda: buffer.version) as stream:
+        assert len(await stream.take(V0, 5)) == 2
+        assert len(await stream.take(V0, 5)) == 1, "the last ones are fewer"
+        waiting.append(GroupRequest(task=waiting_task(), group_id="g0.again"))
+        stream.reopen()
+        assert [handle.group_id for handle in await stream.take(V0, 5)] == ["g0.again"]
+        with pytest.raises(EndOfTasks):
+            await stream.take(V0, 5)
 
 
 async def test_what_breaks_a_worker_is_raised_where_groups_are_taken() -> None:

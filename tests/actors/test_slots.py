@@ -77,3 +77,16 @@ async def test_growing_serves_the_queue_and_shrinking_lets_takers_end() -> None:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="limit must be >= 1, got 0"):
         Slots(0)
+
+
+async def test_takers_that_are_cancelled_at_once_all_end_as_cancelled() -> None:
+    slots = Slots(1)
+    await slots.take(1)
+    takers = [asyncio.create_task(slots.take(1)) for _ in range(3)]
+    await settle()
+    for taker in takers:
+        taker.cancel()
+    assert [type(each) for each in await asyncio.gather(*takers, return_exceptions=True)] == [
+        asyncio.CancelledError
+    ] * 3
+    assert (slots.num_taken, slots.num_waiting) == (1, 0)

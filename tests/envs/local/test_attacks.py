@@ -124,7 +124,8 @@ async def test_a_box_killed_by_its_host_did_not_die_from_inside(provider: LocalP
     with pytest.raises(Exception, match="killed from outside") as caught:
         async with provider.start(make_task(**SMALL), owner="t") as box:
             marker = "sleep 4321.5"
-            await box.exec(f"{marker} >/dev/null 2>&1 &", timeout_s=20)
+            started = "until tr '\\0' ' ' </proc/$!/cmdline | grep -q ^sleep; do :; done"
+            await box.exec(f"{marker} >/dev/null 2>&1 & {started}", timeout_s=20)
             agent = parent_of(find_process(marker))
             os.kill(agent, 9)
             await box.exec("true", timeout_s=20)
