@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.errors import SandboxError, TaskError
+from envs.errors import SandboxDied, SandboxError, TaskError
 from envs.sandbox import Sandbox
 from envs.task import Artifact
 from envs.unpack import unpack
@@ -54,7 +54,7 @@ async def keep_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox, into: 
     """Brings the Artifacts, and what lies in CONVENTION_DIR, under `into`, beside a manifest.json of how each one went.
 
     Each lies at its destination, or else at its source path; a place that is taken is not written again. Links and
-    devices are left out. SandboxError when the image has no tar.
+    devices are left out. SandboxDied when tar, which was there, is gone.
     """
     kept: list[KeptArtifact] = []
     manifest: list[dict[str, str]] = []
@@ -70,6 +70,12 @@ async def keep_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox, into: 
     into.mkdir(parents=True, exist_ok=True)
     (into / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return kept
+
+
+async def require_tar(sandbox: Sandbox) -> None:
+    """SandboxError where nothing could be kept: asked before the policy acts, who must not gain by removing tar."""
+    if (await sandbox.exec("command -v tar", timeout_s=_PACK_LIMIT_S, cwd="/")).exit_code:
+        raise SandboxError("no tar in the Sandbox, so nothing can be kept of it; install tar in the Task's image")
 
 
 async def place_artifacts(kept: Sequence[KeptArtifact], sandbox: Sandbox) -> None:
@@ -99,7 +105,7 @@ async def _bring(artifact: Artifact, source: str, sandbox: Sandbox, target: Path
     )
     result = await sandbox.exec(command, timeout_s=_PACK_LIMIT_S, cwd="/")
     if result.exit_code == 127:
-        raise SandboxError("no tar in the Sandbox, so nothing can be kept of it; install tar in the Task's image")
+        raise SandboxDied("tar was there and is gone from the Sandbox, so nothing can be kept of it")
     if result.exit_code in (_MISSING, _TOO_LARGE):
         return "missing" if result.exit_code == _MISSING else f"larger than {MAX_ARTIFACT_BYTES >> 20} MiB"
     data = await sandbox.read_file(archive, max_bytes=MAX_ARTIFACT_BYTES) if result.exit_code == 0 else None

@@ -1,7 +1,7 @@
 """Conversations: what a harness talks to, and where every Turn is recorded.
 
 Invariant: a Turn's tokens are the Completion's own, so every prompt is the last context plus new ids; `turns` is whole
-at any moment, the last Turn included. Made by recipes for run_episode; `ask` is called by harnesses.
+at any moment, the last Turn included. Made by envs/build.py for run_episode; `ask` is called by harnesses.
 """
 
 import hashlib

@@ -94,7 +94,7 @@ async def run_episode(
             await check_users(task, sandbox)
             for step in steps_of(task):
                 with ending.boundary(), _timed(timings_s, "harness"):
-                    await set_up(step, task, sandbox)
+                    await set_up(step, task, sandbox, is_kept=episode.keep_dir is not None)
                     await _act(step, sandbox, conversation, episode)
                 if episode.treatments[ending.outcome] is not Treatment.SCORE:
                     break

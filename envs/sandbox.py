@@ -1,7 +1,7 @@
 """The Sandbox Protocol: an isolated machine that a Task runs in.
 
 Invariant: every exec has a deadline, and `stop` leaves nothing behind.
-Called by harnesses, verifiers and episodes; implemented by envs/local (bubblewrap) and tests/fakes.
+Called by harnesses, verifiers and episodes; implemented by envs/{local,containers,daytona} and tests/fakes.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from envs.artifacts import download_dir, keep_artifacts, place_artifacts
+from envs.artifacts import download_dir, keep_artifacts, place_artifacts, require_tar
 from envs.errors import SandboxDied, SandboxError, VerifierError
 from envs.healthcheck import wait_healthy
 from envs.sandbox import Sandbox, SandboxProvider
@@ -88,8 +88,8 @@ def whole_verdict(task: Task, verdicts: Mapping[PlayedStep, Verdict]) -> Verdict
     return Verdict(reward=fmean(v.reward for v in verdicts.values()), evidence=evidence, rewards=means)
 
 
-async def set_up(step: PlayedStep, whole: Task, sandbox: Sandbox) -> None:
-    """Brings the step's files, runs its setup.sh and waits for its health.
+async def set_up(step: PlayedStep, whole: Task, sandbox: Sandbox, *, is_kept: bool) -> None:
+    """Brings the step's files, runs its setup.sh and waits for its health; `is_kept`: artifacts will stay on the host.
 
     What fails is the Task's or the provider's doing (SandboxError) in the first step, and counts as the agent's
     (SandboxDied) after it: a policy must not gain by breaking what comes next.
@@ -107,6 +107,8 @@ async def set_up(step: PlayedStep, whole: Task, sandbox: Sandbox) -> None:
             if result.exit_code:
                 said = result.stderr.decode(errors="replace").strip()[-300:]
                 raise failure(f"step {step.name}: setup.sh ended with exit code {result.exit_code}: {said}")
+    if step.is_first and (is_kept or whole.verifier.is_separate or step.task.verifier.is_separate):
+        await require_tar(sandbox)
     checks = (whole.environment.healthcheck if step.is_first else None, step.step.healthcheck if step.step else None)
     await _wait_healthy(checks, step.inside(sandbox), failure)
 

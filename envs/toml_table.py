@@ -1,7 +1,7 @@
 """A table of a TOML or YAML file whose values are checked as they are read, and which knows what nobody read.
 
 Invariant: a value of the wrong kind is a Fault that names its dotted key; nothing is converted silently.
-Called by envs/task_toml.py, envs/registry.py and recipes/harbor_job.py.
+Called by envs/task_toml.py, envs/registry.py and recipes/harbor_config.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Invariant: unpacking writes plain files and directories under its target and nothing else anywhere, and never more than
 the limits say; an archive that asks for more is refused before its first byte is written.
-Called by envs/packages.py.
+Called by envs/packages.py, envs/artifacts.py and recipes/tasks.py.
 """
 
 import bz2

@@ -1,7 +1,7 @@
 """Decoder layers of the Llama family that keep less for the backward and pass over memory less often, for CPUs.
 
 Invariant: the same function as transformers' own layers (Llama, Mistral, Qwen2, Qwen3), parameters and names untouched;
-a test compares outputs and gradients. Called by learners/model.py; on GPUs other kernels do this.
+a test compares outputs and gradients. Called by learners/hugging_face.py; on GPUs other kernels do this.
 
 A layer keeps its input, the queries, keys and values, what attention gave, its middle, and the two halves of the MLP:
 about 10 numbers a token and unit of width for SmolLM2, where transformers' own keep 20. What is cheap is computed

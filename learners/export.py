@@ -1,7 +1,7 @@
 """Hugging Face directories from trained weights.
 
 Invariant: the directory is whole or not there, and differs from its source in nothing but the weights and their dtype.
-Called by learners/learner.py and learners/models.py.
+Called by learners/learner.py, learners/lora.py and learners/models.py.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What a learner rank needs on its GPU, by component, from the model's shape alone.
 
 Invariant: arithmetic on what learners/model.py and learners/logprobs.py allocate; nothing is loaded or measured. The
-plan is of the peak, when the backward begins. Called by recipes/doctor.py.
+plan is of the peak, when the backward begins. Called by recipes/doctor.py and recipes/openthoughts.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Metrics of finished Groups: flat floats for a recipe to log.
 
 Invariant: means and shares of rewards, Turns and tokens run over valid members only; a mean over nothing is absent.
-Called by recipes after each `take`.
+Called by actors/training_step.py after each `take`.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """LocalProvider: Sandboxes on this machine, isolated by bubblewrap, without daemon or network.
 
 Invariant: a box is isolated as the config says or SandboxRefused is raised; nothing ever runs unisolated.
-Called by envs/episode.py through the SandboxProvider Protocol; made by recipes and rollout workers.
+Called by envs/episode.py through the SandboxProvider Protocol; made by envs/providers.py.
 
     provider = LocalProvider(LocalConfig())
     async with provider.start(task, owner="t-1") as sandbox:

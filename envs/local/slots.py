@@ -3,7 +3,7 @@
 Invariant: a slot runs at most one box, and returns to the pool only when that box's last process has been reaped.
 The host process is never forked: a launcher is spawned with vfork, once a slot, and starts every later box itself.
 Use one pool from one event loop, on a thread that lives as long as the pool: a launcher dies with its thread.
-Called by envs/local/provider.py and envs/local/sandbox.py.
+Called by envs/local/provider.py.
 """
 
 import asyncio

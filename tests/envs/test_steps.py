@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from envs.errors import SandboxRefused
 from envs.harbor import load_task
 from envs.harness import Conversation
 from envs.healthcheck import wait_healthy
-from envs.sandbox import Sandbox
+from envs.sandbox import ExecResult, Sandbox
 from envs.steps import steps_of, whole_verdict
 from envs.task import AgentSpec, Artifact, Collect, Environment, Healthcheck, Step, Task, VerifierSpec
 from envs.users import UserSandbox, check_users
@@ -210,7 +211,7 @@ async def test_processes_end_before_artifacts_are_collected(tmp_path: Path, prov
     task = load_task(make_task_dir(tmp_path))
     await play(replace(task, verifier=SEPARATE), provider, "true")
     calls = provider.sandboxes["g.0"].calls
-    assert calls[:2] == ["exec", "kill_all"]
+    assert calls[:3] == ["exec", "exec", "kill_all"], "a look for tar, and what the policy typed"
     assert "upload_dir" not in calls, "tests reach the separate sandbox only"
 
 
@@ -259,6 +260,28 @@ async def test_each_step_keeps_its_own_files_and_those_of_a_failed_verification(
     steps = tmp_path / "keep" / "g.0" / "steps"
     assert (steps / "one" / "verifier" / "reward.txt").read_text() == "1\n"
     assert (steps / "two" / "verifier" / "test-stdout.txt").read_text() == "no reward\n"
+
+
+class BoxWithATar(DirectorySandbox):
+    """Its tar goes once there is a file named `removed`."""
+
+    async def exec(self, command: str, **how: Any) -> ExecResult:
+        if "tar" in command and (await super().exec("test -e removed", timeout_s=5)).exit_code == 0:
+            return ExecResult(exit_code=127, stdout=b"", stderr=b"tar: command not found")
+        return await super().exec(command, **how)
+
+
+class ProviderWithATar(DirectoryProvider):
+    """Makes BoxWithATar."""
+
+    box = BoxWithATar
+
+
+@pytest.mark.parametrize(("typed", "outcome"), [("touch removed", Outcome.AGENT_ERROR), ("true", Outcome.COMPLETED)])
+async def test_a_policy_gains_nothing_by_removing_tar(tmp_path: Path, typed: str, outcome: Outcome) -> None:
+    task = load_task(make_task_dir(tmp_path))
+    trajectory = await play(task, ProviderWithATar(tmp_path / "boxes"), typed, keep_dir=tmp_path / "keep")
+    assert trajectory.outcome is outcome, trajectory.error
 
 
 async def test_a_command_as_the_user_who_is_there_already_keeps_stdin_variables_and_directory(tmp_path: Path) -> None:

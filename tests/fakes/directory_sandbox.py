@@ -155,6 +155,8 @@ class DirectoryProvider:
     """Starts DirectorySandboxes under `root`; `sandboxes` keeps them by owner."""
 
     name = "directory"
+    box: type[DirectorySandbox] = DirectorySandbox
+    """What it starts."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -168,7 +170,7 @@ class DirectoryProvider:
 
     @asynccontextmanager
     async def start(self, task: Task, *, owner: str) -> AsyncIterator[DirectorySandbox]:
-        sandbox = self.sandboxes[owner] = DirectorySandbox(self._root / owner)
+        sandbox = self.sandboxes[owner] = self.box(self._root / owner)
         files = task.path / "environment" / "files"
         if files.is_dir():
             shutil.copytree(files, sandbox.root / "app", dirs_exist_ok=True)
