@@ -19,8 +19,9 @@ test: lint unit marked ## everything CI runs: lint, then the quick tests, then t
 unit: setup ## the quick tests alone (under a minute)
 	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or exhaustive or gpu)" $(ARGS)
 
-marked: setup ## tests with real vLLM, Ray, sandboxes and gloo
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 -m "($(MARKED)) and not (exhaustive or gpu)" $(or $(ARGS),tests/recipes tests/actors tests)
+marked: setup ## tests with real vLLM, Ray, sandboxes and gloo; those with both vLLM and Ray one after the other
+	$(PY) -m pytest -q -n 2 --dist loadfile --durations=20 -m "($(MARKED)) and not (ray and vllm) and not (exhaustive or gpu)" $(ARGS)
+	$(PY) -m pytest -q --durations=20 -m "ray and vllm and not (exhaustive or gpu)" $(ARGS)
 
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)

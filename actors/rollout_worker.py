@@ -1,6 +1,6 @@
 """A rollout worker: an actor that plays whole Groups and stores them; only handles leave it.
 
-Invariant: a Group is on disk before its handle is returned. Called by actors/rollout_pool.py and actors/rollout_fleet.py.
+Invariant: a Group is on disk before its handle is returned. Called by actors/rollout_{pool,fleet}.py.
 """
 
 import asyncio

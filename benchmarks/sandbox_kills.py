@@ -44,7 +44,7 @@ from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 _TASK = Task(
     id="kills",
     instruction="",
-    environment=Environment(memory_mb=256, storage_mb=64, workdir="/app"),
+    environment=Environment(network_mode="no-network", memory_mb=256, storage_mb=64, workdir="/app"),
     verifier=VerifierSpec(),
     limits=Limits(),
     provenance=Provenance(),
@@ -131,7 +131,7 @@ def _kill(
     victim: str, driver: ForkServerProcess, worker: ForkServerProcess, service_pid: int, rng: random.Random
 ) -> None:
     if victim == "agent":
-        boxes = _boxes_of(service_pid or worker.pid or 0)
+        boxes = _boxes_of(worker, service_pid or worker.pid or 0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(rng.choice(boxes), signal.SIGKILL)
     elif victim == "worker":
@@ -141,12 +141,12 @@ def _kill(
         worker.join(10)
 
 
-def _boxes_of(pid: int) -> list[int]:
+def _boxes_of(worker: ForkServerProcess, pid: int) -> list[int]:
     """Processes that hold the labels of a worker's boxes, once there are some: it stops one and starts the next."""
     deadline = time.monotonic() + _START_S
     while not (boxes := _labelled(pid)):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the worker {pid} has no sandbox within {_START_S:g} s")
+        if time.monotonic() > deadline or not worker.is_alive():
+            raise RuntimeError(f"the worker {worker.pid} has no sandbox; it {'runs' if worker.is_alive() else 'ended'}")
         time.sleep(0.005)
     return boxes
 

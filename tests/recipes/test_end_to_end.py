@@ -29,7 +29,7 @@ from trajectories.handle import GroupHandle
 from trajectories.ledger import Ledger
 from trajectories.schema import Group, PolicyVersion
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.sandbox, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 ENGINE = "vllm.v1.engine.async_llm.AsyncLLM"
 SEEDED = EpisodeConfig(malformed=Malformed.END, sampling=SamplingParams(max_tokens=60, seed=7))

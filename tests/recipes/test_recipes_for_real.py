@@ -21,7 +21,7 @@ from tests.recipes.conftest import TINY
 from tests.recipes.runs import rows, stored, versions
 from trajectories.store import scan
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.sandbox, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 
 def test_two_ranks_and_two_servers_train_together(taught: Path, tmp_path: Path) -> None:
