@@ -255,7 +255,7 @@ def _task(asked: Mapping[str, Any], workdir: str) -> Task:
     return Task(
         id="remote",
         instruction="",
-        environment=Environment(env=asked.get("env") or {}, workdir=workdir),
+        environment=Environment(network_mode="no-network", env=asked.get("env") or {}, workdir=workdir),
         verifier=VerifierSpec(),
         limits=Limits(),
         provenance=Provenance(),
