@@ -18,7 +18,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.adapter import Adapter
 from actors.calls import call
 from actors.errors import ActorDied, ClusterError
 from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
@@ -69,11 +68,6 @@ class ServerHandle:
         await self.refresh(deadline_s)
         return report
 
-    async def load_adapter(self, adapter: Adapter, mode: UpdateMode, deadline_s: float) -> None:
-        """Puts an adapter on the model; see Engine.load_adapter."""
-        await self._call("load_adapter", adapter, mode, deadline_s=deadline_s)
-        await self.refresh(deadline_s)
-
     async def admit(self, deadline_s: float) -> None:
         """Lets requests in after a load that kept them out."""
         await self._call("admit", deadline_s=deadline_s)
@@ -90,19 +84,6 @@ class ServerHandle:
     async def transfer(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> None:
         """One of open_transfer, begin_transfer, receive and end_transfer; see actors/vllm_transfer.py."""
         await self._call(method, *arguments, deadline_s=deadline_s)
-
-    async def sleep(self, deadline_s: float) -> None:
-        """Gives its GPU's memory to the learner."""
-        await self._call("sleep", deadline_s=deadline_s)
-
-    async def wake_weights(self, deadline_s: float) -> None:
-        """Takes memory for weights back."""
-        await self._call("wake_weights", deadline_s=deadline_s)
-
-    async def wake_cache(self, deadline_s: float) -> None:
-        """Takes memory for caches back and samples on."""
-        await self._call("wake_cache", deadline_s=deadline_s)
-        await self.refresh(deadline_s)
 
     async def drain(self, deadline_s: float) -> None:
         """Has it take no further request."""
@@ -168,19 +149,6 @@ class InferencePool:
                 names = ", ".join(server.name for server in self.servers)
                 raise ServerStartError(f"all servers died ({names}) and none came back within {limit:g} s")
             await asyncio.sleep(POLL_S)
-
-    @asynccontextmanager
-    async def asleep(self, publish: Callable[[], Awaitable[object]], deadline_s: float) -> AsyncIterator[None]:
-        """For machines where learner and servers share GPUs: the servers give way to the learner for the block.
-
-        Afterwards they take memory for weights, then `publish` fills it, then they take memory for caches and sample
-        on; the requests that were in flight go on with the new weights, on the tokens they had.
-        """
-        await asyncio.gather(*(server.sleep(deadline_s) for server in self.servers))
-        yield
-        await asyncio.gather(*(server.wake_weights(deadline_s) for server in self.servers))
-        await publish()
-        await asyncio.gather(*(server.wake_cache(deadline_s) for server in self.servers))
 
     def heal_with(self, heal: Callable[[ServerHandle], Awaitable[None]]) -> None:
         """`heal` gives a restarted server its weights and proves them; without it the weights on disk serve."""

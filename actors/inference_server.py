@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.adapter import Adapter
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine, LoadReport
 from actors.inference_errors import ServerNotReady
@@ -114,10 +113,6 @@ class InferenceServer:
         with self._living() as engine:
             return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
 
-    async def load_adapter(self, adapter: Adapter, mode: UpdateMode) -> None:
-        """See Engine.load_adapter."""
-        await self._started().load_adapter(adapter, mode=mode)
-
     async def admit(self) -> None:
         """See Engine.admit."""
         self._started().admit()
@@ -152,18 +147,6 @@ class InferenceServer:
     async def end_transfer(self, version: PolicyVersion) -> None:
         """See Engine.end_transfer."""
         await self._started().end_transfer(version)
-
-    async def sleep(self) -> None:
-        """See Engine.sleep."""
-        await self._started().sleep()
-
-    async def wake_weights(self) -> None:
-        """See Engine.wake_weights."""
-        await self._started().wake_weights()
-
-    async def wake_cache(self) -> None:
-        """See Engine.wake_cache."""
-        await self._started().wake_cache()
 
     async def drain(self) -> None:
         """See Engine.drain."""

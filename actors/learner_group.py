@@ -92,14 +92,6 @@ class LearnerRank:
         """See Learner."""
         self._learner.save(directory)
 
-    def begin_save(self, directory: Path) -> None:
-        """See Learner."""
-        self._learner.begin_save(directory)
-
-    def finish_save(self) -> None:
-        """See Learner."""
-        self._learner.finish_save()
-
     def load(self, directory: Path) -> None:
         """See Learner."""
         self._learner.load(directory)
@@ -107,10 +99,6 @@ class LearnerRank:
     def save_pretrained(self, directory: Path) -> None:
         """See Learner."""
         self._learner.save_pretrained(directory)
-
-    def save_adapter(self, directory: Path) -> None:
-        """See Learner."""
-        self._learner.save_adapter(directory)
 
     def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
         """Gathers all parameters on every rank; rank 0 writes them and returns what it wrote."""
@@ -205,14 +193,6 @@ class LearnerGroup:
         """Writes a complete checkpoint."""
         await self._each("save", [(directory,)] * len(self._ranks))
 
-    async def begin_save(self, directory: Path) -> None:
-        """Copies the state and writes a checkpoint of it while training goes on."""
-        await self._each("begin_save", [(directory,)] * len(self._ranks))
-
-    async def finish_save(self) -> None:
-        """Waits until the checkpoint that was begun is complete."""
-        await self._each("finish_save")
-
     async def load(self, directory: Path) -> None:
         """Restores a complete checkpoint."""
         await self._each("load", [(directory,)] * len(self._ranks))
@@ -220,10 +200,6 @@ class LearnerGroup:
     async def save_pretrained(self, directory: Path) -> None:
         """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         await self._each("save_pretrained", [(directory,)] * len(self._ranks))
-
-    async def save_adapter(self, directory: Path) -> None:
-        """Writes the adapter alone, as a directory that peft and vLLM load."""
-        await self._each("save_adapter", [(directory,)] * len(self._ranks))
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
         """Writes the current weights for servers to pull."""

@@ -33,6 +33,7 @@ from recipes.run import Run, finished_summary
 from recipes.statistics import solved_rate
 from trajectories.handle import GroupHandle
 from trajectories.harbor_job import write_harbor_job
+from trajectories.metrics import exclusion_by_task
 from trajectories.schema import DEFAULT_TREATMENTS
 from trajectories.store import scan
 from trajectories.validity import member_rewards
@@ -83,10 +84,10 @@ async def main(config: Config) -> dict[str, Any]:
                 greedy = dataclasses.replace(config.episode.sampling, temperature=0.0)
                 episode = dataclasses.replace(config.episode, sampling=greedy)
                 summary["greedy"] = await _evaluate(config, run, tasks, served, episode, attempts=1)
-        run.summary(summary | {"finished": "budget_exceeded" not in summary})
         if config.harbor_job is not None:
             trajectories = (each for _, group in scan(config.run / "store") for each in group.trajectories)
             write_harbor_job(trajectories, config.harbor_job, harbor_job_of(config.run))
+        run.summary(summary | {"finished": "budget_exceeded" not in summary})  # last: nothing is left to do then
         for name, part in (("sampled", summary), ("greedy", summary.get("greedy"))):
             if part:
                 print(_line(name, part))
@@ -126,10 +127,14 @@ def rewards_by_task(handles: list[GroupHandle]) -> dict[str, list[float | None]]
 
 
 def summarize_evaluation(handles: list[GroupHandle]) -> dict[str, Any]:
-    """Solved fraction with standard error and interval, outcome counts and every Task's rewards."""
+    """Solved fraction with standard error and interval, outcome counts, exclusions and rewards by Task."""
     rewards: Mapping[str, list[float | None]] = rewards_by_task(handles)
     outcomes = Counter(str(member.outcome) for handle in handles for member in handle.members)
-    return dataclasses.asdict(solved_rate(rewards)) | {"outcomes": dict(outcomes), "rewards": rewards}
+    return dataclasses.asdict(solved_rate(rewards)) | {
+        "outcomes": dict(outcomes),
+        "excluded_by_task": exclusion_by_task(handles),
+        "rewards": rewards,
+    }
 
 
 def config_of_harbor_job(path: Path) -> Config:

@@ -183,13 +183,6 @@ def scan_tails(directory: Path, starts: Mapping[str, int]) -> Iterator[tuple[Loc
                         yield location, decode_group(payload)
 
 
-def scan_samples(directory: Path) -> Iterator[tuple[Location, Sample]]:
-    """Every Sample, in the order of `scan`; Groups are passed over."""
-    for location, payload in _scan_frames(directory):
-        if kind_of(payload) is RecordKind.SAMPLE:
-            yield location, decode_sample(payload)
-
-
 def scan_journal(directory: Path) -> Iterator[list[Any]]:
     """Every row of the ledger's journal, in the order of its appends."""
     for _, payload in _scan_frames(directory):
