@@ -15,6 +15,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 HEAVY = ("vllm", "torch", "ray", "transformers")
 HELP_LIMIT_S = 3.0
 
+pytestmark = pytest.mark.slow  # a fresh process for each
+
 
 def recipe_modules() -> list[str]:
     """Modules of recipes/ that are programs."""

@@ -93,6 +93,4 @@ class SlotInterleavings(RuleBasedStateMachine):
 
 
 def test_random_interleavings_lose_no_slot_and_let_nobody_overtake() -> None:
-    run_state_machine_as_test(
-        SlotInterleavings, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(SlotInterleavings, settings=settings(max_examples=40, stateful_step_count=40))

@@ -114,7 +114,7 @@ replies = st.lists(st.integers(0, 255), max_size=6).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(exchanges=st.lists(st.tuples(st.text(max_size=8), replies), min_size=1, max_size=5))
 async def test_samples_train_exactly_what_was_sampled(exchanges: list[tuple[str, tuple[int, ...]]]) -> None:
     sampler = FakeSampler(scripted(*(reply for _, reply in exchanges)), tokens_per_version=5)

@@ -117,7 +117,7 @@ def renderer(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> ChatRender
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 async def test_every_trained_token_is_the_engines_own_in_the_context_it_saw(
     renderer: ChatRenderer, data: st.DataObject

@@ -100,7 +100,7 @@ words = st.lists(st.text(max_size=6) | st.sampled_from(SPECIAL), max_size=4).map
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(exchanges=st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_rendering_a_conversation_equals_playing_it(template: str, exchanges: list[tuple[str, str]]) -> None:
     renderer = tiny_renderer(TEMPLATES[template])

@@ -30,7 +30,7 @@ words = st.lists(st.text(max_size=6) | st.sampled_from(SPECIAL), max_size=4).map
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(exchanges=st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_a_transcript_of_two_who_take_turns_has_the_ids_of_a_rollout(
     template: str, exchanges: list[tuple[str, str]]

@@ -87,7 +87,7 @@ def test_no_samples_make_one_untrained_token(network: PolicyNetwork) -> None:
     logprobs_N.sum().backward()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
 def test_packed_equals_alone_for_any_lengths(network: PolicyNetwork, lengths: list[int]) -> None:
     samples = make_samples(lengths)

@@ -16,6 +16,8 @@ from recipes.interrupt import finish
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow  # a fresh process for each
+
 HEADER = """
 import asyncio, signal, sys, time
 from pathlib import Path

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from envs.renderer import ChatRenderer
 from learners.config import Precision, Schedule
 from learners.optimizer import learning_rate
@@ -52,6 +54,7 @@ def test_the_template_keeps_thinking_and_renders_qwens_own_messages() -> None:
     )
 
 
+@pytest.mark.slow
 def test_importing_the_presets_loads_no_torch() -> None:
     code = (
         "import sys, recipes.openthoughts.sft_8b, recipes.openthoughts.sft_32b\n"

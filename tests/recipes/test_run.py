@@ -206,6 +206,7 @@ def test_log_lines_are_seconds_apart(caplog: pytest.LogCaptureFixture):
     assert [record.message.split(",")[0] for record in caplog.records] == ["harvesting 100"]
 
 
+@pytest.mark.slow
 def test_opening_a_run_imports_no_torch_ray_or_vllm(tmp_path: Path):
     program = """
 import sys

@@ -294,9 +294,7 @@ MACHINES = [Interleavings, DroppingInterleavings, DownWeightingInterleavings]
 
 
 def interleave(machine: type[RuleBasedStateMachine], *, max_examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=max_examples, stateful_step_count=steps, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=max_examples, stateful_step_count=steps))
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -39,7 +39,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(_PIECES, max_size=9).map("".join))
 def test_bash_agrees_on_plain_words(rest: str) -> None:
     command = f"/usr/bin/printf '%s\\0' {rest}"
