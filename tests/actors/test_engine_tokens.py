@@ -128,7 +128,6 @@ async def served(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory)
         yield Served(engine, llm, TinySource(model), tmp_path_factory.mktemp("stages"))
     finally:
         engine.close()
-        llm._llm = None  # its destructor runs now, not while the interpreter ends
         patch.undo()
 
 
