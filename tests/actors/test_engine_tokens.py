@@ -187,7 +187,7 @@ def assert_trained_as_sampled(trajectory: Trajectory, calls: Sequence[EngineCall
         seen, begin, end = [*call.prompt_ids, *call.ids], len(call.prompt_ids), len(call.prompt_ids) + len(call.ids)
         homes = [k for k, s in enumerate(samples) if s.ids[:end].tolist() == seen and s.mask[begin:end].all()]
         assert len(homes) == 1, "the engine's context and reply stand in one Sample"
-        assert samples[homes[0]].logprobs[begin:end].tolist() == np.float32(call.logprobs).tolist()
+        assert samples[homes[0]].logprobs[begin:end].tolist() == np.asarray(call.logprobs, np.float32).tolist()
         trained[homes[0]][begin:end] = True
         assert turn.tokens is not None and list(turn.tokens.logprobs) == call.logprobs
         assert [span.version for span in turn.tokens.spans for _ in range(span.num_tokens)] == call.versions

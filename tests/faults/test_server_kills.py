@@ -85,7 +85,7 @@ def without_one(tokens: TurnTokens) -> TurnTokens:
 
 @pytest.mark.slow
 def test_the_check_sees_what_is_lost_doubled_or_misattributed(sources: list[TinySource]) -> None:
-    """About 3 s."""
+    """About 2 s."""
     good = [rollout("a", sources), rollout("b", sources)]
 
     def wrong(*trajectories: Trajectory) -> list[float]:
