@@ -1,4 +1,4 @@
-"""Prompts append to exact ids; the SFT mask covers the assistant's words and end tokens and nothing else."""
+"""Prompts append to exact ids, and nothing that was said becomes a special token."""
 
 import pickle
 import subprocess
