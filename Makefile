@@ -28,6 +28,7 @@ exhaustive: setup ## tests of further combinations that take minutes each
 
 faults: setup ## kills every part of a run at random moments; takes an hour or so
 	$(PY) -m tests.faults.matrix --out benchmarks/results/faults.json $(ARGS)
+	$(PY) -m tests.faults.servers --out benchmarks/results/server_kills.json
 
 lint: setup ## ruff, pyright and the layer contracts
 	.venv/bin/ruff check .

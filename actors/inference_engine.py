@@ -39,6 +39,7 @@ from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+_ENTRY_POLL_S = 0.001
 PROBE_FIRST = -1
 """Priority of a probe: before every request."""
 
@@ -77,6 +78,10 @@ class Engine:
         self._lora: Any = None
         self._awake = asyncio.Event()
         self._awake.set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._entering: set[str] = set()
+        """Requests handed to vLLM of which nothing has come back yet."""
         self._num_probes = itertools.count()
         self.stats = stats
         stats.on_step = self._admission.observe
@@ -159,6 +164,8 @@ class Engine:
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
             await self._awake.wait()
+            self._require_ready()
+            await self._open.wait()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)
             outputs = self._run(request.prompt_ids, params, request_id, request.salt or self._salt(), request.priority)
@@ -260,6 +267,7 @@ class Engine:
         """Stops sampling and makes ready to receive; until `end_transfer` no other update comes in."""
         await self._update.acquire()
         self._fault = "its weights are being received"
+        await self._until_entered()
         await self._llm.pause_generation(mode=mode.value, clear_cache=False)
         await self._llm.start_weight_update()
 
@@ -306,8 +314,24 @@ class Engine:
 
     @asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Between two engine steps, with the prefix cache kept: salts, not clearing, keep versions apart."""
+        """Between two engine steps, with the prefix cache kept: salts, not clearing, keep versions apart.
+
+        vLLM queues what comes while it is paused, and would then sample it with the new weights over what its salt, the
+        old version's, lets it read. So requests that come meanwhile wait here, and take their salt afterwards.
+        """
         began = time.perf_counter()
+        self._open.clear()
+        try:
+            await self._until_entered()
+            async with self._stopped(mode):
+                yield
+        finally:
+            self._open.set()
+            self.stats.pause_s += time.perf_counter() - began
+
+    @asynccontextmanager
+    async def _stopped(self, mode: UpdateMode) -> AsyncIterator[None]:
+        """Nothing is sampled within the block; when it fails, nothing after it either."""
         await self._llm.pause_generation(mode=mode.value, clear_cache=False)
         try:
             yield
@@ -319,7 +343,13 @@ class Engine:
         finally:
             if self._awake.is_set() and not self.is_dead:  # else there is no cache to sample with yet
                 await self._llm.resume_generation()
-            self.stats.pause_s += time.perf_counter() - began
+
+    async def _until_entered(self) -> None:
+        """Returns once vLLM has every request that was let in: what it has, its next pause comes after."""
+        while True:
+            if all(each in self._llm.output_processor.external_req_ids for each in self._entering):
+                return
+            await asyncio.sleep(_ENTRY_POLL_S)
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         try:
@@ -366,12 +396,16 @@ class Engine:
 
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
         outputs = self._llm.generate(prompt, params, request_id=request_id, priority=priority, lora_request=self._lora)
+        self._entering.add(request_id)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
+                    self._entering.discard(request_id)
                     yield output
         except EngineDeadError as error:
             raise ServerGone(f"{self._name}: its vLLM engine died") from error
+        finally:
+            self._entering.discard(request_id)
 
     def _version_starts(self, output: Any, request_id: str) -> list[tuple[str, int]]:
         """(label, first token) of each version that sampled this reply so far.

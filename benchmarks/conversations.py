@@ -16,7 +16,7 @@ from envs.conversation import SampledConversation
 from envs.episode import Episode
 from envs.group import run_group
 from envs.harness import Conversation
-from envs.renderer import ChatRenderer, Message, load_renderer
+from envs.renderer import ChatRenderer, load_renderer
 from envs.sampler import Sampler, SamplingParams
 from envs.sandbox import Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
@@ -57,10 +57,6 @@ class EndlessRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         """See Renderer."""
         return self._renderer.decode(ids)
-
-    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """See Renderer."""
-        return self._renderer.render_conversation(messages)
 
 
 class InstantHarness:

@@ -29,7 +29,6 @@ from envs.episode import Episode
 from envs.errors import SandboxError
 from envs.harness import Conversation
 from envs.remote_sampler import Teacher
-from envs.renderer import Message
 from envs.sampler import Sampler
 from envs.sandbox import ExecResult, Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
@@ -163,10 +162,6 @@ class CountedRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         """See Renderer."""
         return "ok"
-
-    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Nobody trains on timed replies."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

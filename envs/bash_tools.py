@@ -78,7 +78,7 @@ class BashTools:
         shell = _Shell(sandbox, self.config)
         message = _PROMPT.format(instruction=task.instruction, limit_s=self.config.call_timeout_s)
         while True:
-            calls = parse_tool_calls(await conversation.ask(message))
+            calls = [block.call for block in parse_tool_calls(await conversation.ask(message))]
             if conversation.was_cut or not calls:
                 message = _CUT if conversation.was_cut else _NO_CALL
                 continue

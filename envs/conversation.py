@@ -15,7 +15,58 @@ from envs.sampler import Completion, Sampler, SamplingParams
 from trajectories.schema import Turn, TurnTokens, Usage
 
 
-class SampledConversation:
+class RecordedConversation:
+    """What Conversations have in common: their Turns as they happen."""
+
+    def __init__(self) -> None:
+        self._prompt = ""
+        self._turns: list[Turn] = []
+        self._replied = 0.0
+
+    @property
+    def prompt(self) -> str:
+        """The first user message; "" before the first `ask`."""
+        return self._prompt
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """All Turns; the last one's observation is "" until the next reply came."""
+        return self._turns
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the last reply was cut at its token limit."""
+        return bool(self._turns) and self._turns[-1].finish_reason == "length"
+
+    def record(
+        self,
+        message: str,
+        asked: float,
+        reply: str,
+        finish_reason: str,
+        *,
+        tokens: TurnTokens | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Completes the last Turn with its observation and adds the new one; `asked` is a time.monotonic()."""
+        if self._turns:
+            self._turns[-1] = replace(self._turns[-1], observation=message, execute_s=asked - self._replied)
+        else:
+            self._prompt = message
+        self._replied = time.monotonic()
+        self._turns.append(
+            Turn(
+                reply=reply,
+                observation="",
+                finish_reason=finish_reason,
+                tokens=tokens,
+                sample_s=self._replied - asked,
+                usage=usage,
+            )
+        )
+
+
+class SampledConversation(RecordedConversation):
     """A Conversation whose replies a Sampler samples, token by token exact."""
 
     def __init__(
@@ -31,30 +82,15 @@ class SampledConversation:
         """At most `max_turns` replies and `context_tokens` ids, prompt and reply together; `key` is for routing."""
         if max_turns < 1 or context_tokens < 2:
             raise ValueError(f"need max_turns >= 1 and context_tokens >= 2, got {max_turns} and {context_tokens}")
+        super().__init__()
         self._renderer = renderer
         self._sampler = sampler
         self._params = params
         self._max_turns = max_turns
         self._context_tokens = context_tokens
         self._key = key
-        self._log = TurnLog()
         self._context = list[_Exchange]()
         self._last: _Exchange = ((), ())
-
-    @property
-    def prompt(self) -> str:
-        """The first user message; "" before the first `ask`."""
-        return self._log.prompt
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """All Turns; the last one's observation is "" until the next reply came."""
-        return self._log.turns
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether the last reply was cut at its token limit."""
-        return self._log.was_cut
 
     async def ask(self, message: str) -> str:
         """The sampled reply. Raises TurnLimit or ContextLimit before asking, SamplerError when no reply came."""
@@ -80,7 +116,7 @@ class SampledConversation:
 
     async def _ask(self, message: str, context: list["_Exchange"]) -> str:
         """Asks in a context, and adds the exchange to it."""
-        if len(self._log.turns) >= self._max_turns:
+        if len(self._turns) >= self._max_turns:
             raise TurnLimit(f"{self._max_turns} turns are played")
         prompt_ids, prefix_len = self._render(message, context)
         free = self._context_tokens - len(prompt_ids)
@@ -93,14 +129,14 @@ class SampledConversation:
         context.append(self._last)
         reply = self._renderer.decode(completion.ids)
         tokens = _tokens(prefix_len, prompt_ids[prefix_len:], completion)
-        self._log.record(message, asked, reply, completion.finish_reason, tokens)
+        self.record(message, asked, reply, completion.finish_reason, tokens=tokens)
         return reply
 
     def _seed(self) -> int | None:
         """A seed of its own for each reply of each rollout, so that a seeded run still explores."""
         if self._params.seed is None:
             return None
-        text = f"{self._params.seed}/{self._key}/{len(self._log.turns)}"
+        text = f"{self._params.seed}/{self._key}/{len(self._turns)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def _render(self, message: str, context: Sequence["_Exchange"]) -> tuple[tuple[int, ...], int]:
@@ -119,78 +155,22 @@ _Exchange = tuple[tuple[int, ...], tuple[int, ...]]
 """The ids of a prompt, and those of its reply."""
 
 
-class ScriptedConversation:
+class ScriptedConversation(RecordedConversation):
     """A Conversation whose replies were written before; its Turns hold no tokens."""
 
     def __init__(self, replies: Sequence[str]) -> None:
         """TurnLimit when asked for more than these."""
+        super().__init__()
         self._replies = tuple(replies)
-        self._log = TurnLog()
-
-    @property
-    def prompt(self) -> str:
-        """The first user message; "" before the first `ask`."""
-        return self._log.prompt
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """All Turns; the last one's observation is "" until the next reply came."""
-        return self._log.turns
-
-    @property
-    def was_cut(self) -> bool:
-        """Never: a written reply is whole."""
-        return False
 
     async def ask(self, message: str) -> str:
         """The next written reply, whatever the message."""
-        num_told = len(self._log.turns)
+        num_told = len(self._turns)
         if num_told == len(self._replies):
             raise TurnLimit(f"all {num_told} written replies are told")
         reply = self._replies[num_told]
-        self._log.record(message, time.monotonic(), reply, "stop", None)
+        self.record(message, time.monotonic(), reply, "stop")
         return reply
-
-
-class TurnLog:
-    """Turns as they happen."""
-
-    def __init__(self) -> None:
-        self.prompt = ""
-        """The first message."""
-        self.turns: list[Turn] = []
-        self._replied = 0.0
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether the last reply was cut at its token limit."""
-        return bool(self.turns) and self.turns[-1].finish_reason == "length"
-
-    def record(
-        self,
-        message: str,
-        asked: float,
-        reply: str,
-        finish_reason: str,
-        tokens: TurnTokens | None,
-        usage: Usage | None = None,
-    ) -> None:
-        """Completes the last Turn with its observation and adds the new one; `asked` is a time.monotonic()."""
-        if self.turns:
-            self.turns[-1] = replace(self.turns[-1], observation=message, execute_s=asked - self._replied)
-        else:
-            self.prompt = message
-        self._replied = time.monotonic()
-        self.turns.append(
-            Turn(
-                reply=reply,
-                observation="",
-                finish_reason=finish_reason,
-                tokens=tokens,
-                sample_s=self._replied - asked,
-                usage=usage,
-            )
-        )
 
 
 def _tokens(prefix_len: int, new_ids: tuple[int, ...], completion: Completion) -> TurnTokens:

@@ -9,7 +9,7 @@ Called by envs/tasksets and recipes/tasks. Schema: Harbor 1.4 with its legacy fo
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from envs.errors import TaskError
@@ -21,25 +21,6 @@ logger = logging.getLogger(__name__)
 
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 _SCRIPT_ENDINGS = {"linux": ".sh", "windows": ".bat"}
-
-
-def load_tasks(directory: Path | str, *, limit: int | None = None, names: Collection[str] | None = None) -> list[Task]:
-    """The Tasks of a directory, sorted by name; a directory that is itself a task gives that one.
-
-    `names` keeps those ids only and each must exist; `limit` keeps the first so many. Raises TaskError.
-    """
-    root = Path(directory)
-    paths = find_task_dirs(root)
-    if names is not None:
-        missing = sorted(set(names) - {path.name for path in paths})
-        if missing:
-            raise TaskError(f"{root}: no task named {', '.join(missing)}; list the directory to see what it holds")
-        paths = [path for path in paths if path.name in names]
-    tasks = [load_task(path) for path in paths[:limit]]
-    if not tasks:
-        raise TaskError(f"{root}: holds no task; each task is a sub-directory with task.toml and instruction.md")
-    log_ignored_keys(root, tasks)
-    return tasks
 
 
 def find_task_dirs(root: Path) -> list[Path]:

@@ -18,10 +18,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from envs.conversation import TurnLog
+from envs.conversation import RecordedConversation
 from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
 from envs.sampler import SamplingParams
-from trajectories.schema import Turn, Usage
+from trajectories.schema import Usage
 
 if TYPE_CHECKING:  # the client takes a second to import, which only they pay who ask a teacher
     import openai
@@ -93,40 +93,25 @@ class Teacher:
         )
 
 
-class RemoteConversation:
+class RemoteConversation(RecordedConversation):
     """A Conversation whose replies come from a Teacher; its Turns hold text and usage, no tokens."""
 
     def __init__(self, endpoint: "Endpoint", params: SamplingParams, *, max_turns: int) -> None:
+        super().__init__()
         self._endpoint = endpoint
         self._params = params
         self._max_turns = max_turns
-        self._log = TurnLog()
         self._messages: list[dict[str, str]] = []
-
-    @property
-    def prompt(self) -> str:
-        """The first user message; "" before the first `ask`."""
-        return self._log.prompt
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """All Turns; the last one's observation is "" until the next reply came."""
-        return self._log.turns
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether the last reply was cut at its token limit."""
-        return self._log.was_cut
 
     async def ask(self, message: str) -> str:
         """The teacher's reply. Raises TurnLimit before asking, and what the module lists."""
-        if len(self._log.turns) >= self._max_turns:
+        if len(self.turns) >= self._max_turns:
             raise TurnLimit(f"{self._max_turns} turns are played")
         asked = time.monotonic()
         messages = [*self._messages, {"role": "user", "content": message}]
         reply = await self._endpoint.ask(messages, self._params)
         self._messages = [*messages, {"role": "assistant", "content": reply.text}]
-        self._log.record(message, asked, reply.text, reply.finish_reason, None, usage=reply.usage)
+        self.record(message, asked, reply.text, reply.finish_reason, usage=reply.usage)
         return reply.text
 
 

@@ -60,10 +60,6 @@ class Renderer(Protocol):
         """The reply's text, without its stop token."""
         ...
 
-    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """(ids, mask) of user and assistant messages in turn; the mask holds the assistants' words and end tokens."""
-        ...
-
 
 @dataclass(frozen=True)
 class ChatRenderer:
@@ -128,30 +124,6 @@ class ChatRenderer:
     def drops_thinking(self) -> bool:
         """Whether the template leaves the thinking of a reply out once it is history."""
         return self._first_rewritten(lambda reply: reply) is not None
-
-    def encode_reply(self, text: str) -> tuple[int, ...]:
-        """The ids of a reply written by someone else than the policy, end token included."""
-        return (*self.encode_text(text, is_words=True), self._end_id)
-
-    def render_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Exactly the ids that playing the conversation turn by turn gives; ends with the last assistant message.
-
-        TemplateRefused when the template would drop thinking from it: then no one sequence holds every reply.
-        """
-        _check_turns(messages)
-        last_reply = (len(messages) - 2) // 2 * 2 + 1
-        thoughts = [m for m in messages[1:last_reply:2] if THINK_END in m["content"]]
-        if self.drops_thinking and thoughts:
-            raise TemplateRefused(_unstable(THINK_END))
-        ids: list[int] = []
-        mask: list[bool] = []
-        reply: tuple[int, ...] = ()
-        for user, assistant in zip(messages[::2], messages[1::2], strict=False):
-            new_ids = self.next(ids, reply, user["content"])[1] if ids else self.first(user["content"])
-            reply = self.encode_reply(assistant["content"])
-            ids += [*new_ids, *reply]
-            mask += [False] * len(new_ids) + [True] * len(reply)
-        return tuple(ids), tuple(mask)
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
@@ -297,12 +269,6 @@ def _to_json(value: object, indent: int | None = None) -> str:
 
 def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _check_turns(messages: Sequence[Message]) -> None:
-    roles = [message["role"] for message in messages]
-    if not roles or roles != (["user", "assistant"] * len(roles))[: len(roles)]:
-        raise ValueError(f"messages must be user and assistant in turn, beginning with user, got roles {roles}")
 
 
 def _unstable(reply: str) -> str:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # .cache/harbor-venv: the `harbor` package in a Python 3.12 of its own, filled from requirements/harbor.lock. Prints its
-# path. Does nothing else when the stamp matches the lock. Called by tests/recipes/test_harbor_interop.py; harbor needs
-# Python 3.12 and packages that the main environment does not have, so it stays apart.
+# path. Does nothing else when the stamp matches the lock. Called by tests/recipes/test_harbor_interop.py and
+# tests/envs/test_harbor_agent.py, which may run side by side; harbor needs Python 3.12 and packages that the main
+# environment does not have, so it stays apart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +13,9 @@ stamp=$venv/.lock-sha256
 main() {
   local sum
   sum=$(sha256sum "$lock" | cut -d' ' -f1)
+  mkdir -p "$(dirname "$venv")"
+  exec 9>"$venv.lock"
+  flock 9 # one builds, the others wait for it
   if ! [ -f "$stamp" ] || [ "$(cat "$stamp")" != "$sum" ]; then
     make_venv "$sum" >&2
   fi

@@ -5,12 +5,10 @@ Called by the protocols (envs/gateway/chat.py and its neighbours), the session a
 """
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+from envs.tool_calls import parse_tool_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,31 +85,12 @@ def spell_call(call: ToolCall) -> str:
 def parse_reply(text: str) -> Said:
     """The assistant's message of a reply: words before, between and after its calls, and the calls.
 
-    A call that is not JSON, or lacks a name, stays among the words: the client then sees what the policy wrote.
+    A call that cannot be made stays among the words: the client then sees what the policy wrote.
     """
-    calls: list[ToolCall] = []
-    words: list[str] = []
-    done = 0
-    for match in _CALL.finditer(text):
-        call = _parse_call(match.group(1))
-        if call is not None:
-            words.append(text[done : match.start()])
-            calls.append(call)
-            done = match.end()
-    words.append(text[done:])
-    if not calls:
+    blocks = [block for block in parse_tool_calls(text) if not block.call.error]
+    if not blocks:
         return Said(role="assistant", content=text)
-    kept = [part.strip() for part in words]
-    return Said(role="assistant", content="\n".join(part for part in kept if part), calls=tuple(calls))
-
-
-def _parse_call(text: str) -> ToolCall | None:
-    try:
-        value = cast(object, json.loads(text))
-    except ValueError:
-        return None
-    if not isinstance(value, Mapping):
-        return None
-    call = cast(Mapping[str, object], value)
-    name = call.get("name")
-    return make_call(name, call.get("arguments", {})) if isinstance(name, str) and name else None
+    edges = [0, *(edge for block in blocks for edge in (block.begin, block.end)), len(text)]
+    words = [text[begin:end].strip() for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    calls = tuple(make_call(block.call.name, block.call.arguments) for block in blocks)
+    return Said(role="assistant", content="\n".join(part for part in words if part), calls=calls)

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, cast
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
 
 from envs.gateway.dialogue import Said, Tool
 from envs.renderer import ChatRenderer, TemplateRefused, compile_template
@@ -58,7 +57,7 @@ class ChatPrompts:
 
     def raw(self, text: str) -> list[int]:
         """Ids of a prompt that its sender has templated: here special tokens are what they spell."""
-        return self.renderer.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.renderer.encode_text(text)
 
     def spell(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelled."""
@@ -108,29 +107,16 @@ class ChatPrompts:
             return f"{left}{len(spellings) - 1}{right}"
 
         def replace(value: Any) -> Any:
-            return _map_strings(value, lambda text: self._special_pattern.sub(mark, text))
+            return _map_strings(value, lambda text: self.renderer.special_pattern.sub(mark, text))
 
         text = render(replace(messages), replace(specs))
         ids: list[int] = []
         for k, part in enumerate(re.split(f"{left}([0-9]+){right}", text)):
             if k % 2:
-                ids += self._plain.encode(spellings[int(part)], add_special_tokens=False).ids
+                ids += self.renderer.encode_text(spellings[int(part)], is_words=True)
             elif part:
-                ids += self.renderer.tokenizer.encode(part, add_special_tokens=False).ids
+                ids += self.renderer.encode_text(part)
         return ids
-
-    @cached_property
-    def _plain(self) -> Tokenizer:
-        """The same tokenizer, for which special tokens are ordinary text."""
-        plain = Tokenizer.from_str(self.renderer.tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        tokens = self.renderer.tokenizer.get_added_tokens_decoder().values()
-        spellings = sorted((t.content for t in tokens if t.special), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
 
 
 def _message(said: Said) -> dict[str, Any]:

@@ -179,6 +179,43 @@ async def test_a_shared_prefix_is_reused_within_a_version_and_recomputed_after_a
     assert gap < 1e-5
 
 
+async def test_a_request_that_comes_while_weights_are_replaced_reads_no_older_cache(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM queues it while it is paused, and goes on with it under the new weights."""
+    prompt = [13 + k % 300 for k in range(200)]
+    assert (await cached_tokens(served, prompt, salt=""))[0] == 0
+    served.source.step(8)
+    is_paused, pause = asyncio.Event(), served.engine._llm.pause_generation
+
+    async def pause_and_tell(**options):
+        await pause(**options)
+        is_paused.set()
+
+    monkeypatch.setattr(served.engine._llm, "pause_generation", pause_and_tell)
+    updating = asyncio.create_task(served.update())
+    await is_paused.wait()
+    num_cached, gap = await cached_tokens(served, prompt, salt="")
+    assert updating.done()
+    assert num_cached == 0 and gap < 1e-5
+
+
+async def test_a_request_that_is_on_its_way_into_vllm_is_there_before_an_update(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    before, enter = served.n, served.engine._llm.add_request
+
+    async def enter_late(*args, **options):
+        await asyncio.sleep(0.2)
+        return await enter(*args, **options)
+
+    monkeypatch.setattr(served.engine._llm, "add_request", enter_late)
+    reply = asyncio.create_task(served.sample(PROMPT, SamplingParams(max_tokens=8), stop_ids=[], key="late"))
+    await asyncio.sleep(0.1)
+    await served.update(mode=UpdateMode.WAIT)
+    assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=8),)
+
+
 async def test_a_salt_of_its_own_keeps_a_trajectorys_cache_across_a_sync_from_everybody_else(served: Served):
     """What the test above would see without isolation: cached tokens, and a gap to the weights' log-probabilities."""
     prompt = [17 + k % 300 for k in range(200)]

@@ -11,7 +11,6 @@ from envs.conversation import SampledConversation, ScriptedConversation
 from envs.errors import TurnLimit
 from envs.sampler import SamplingParams
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
-from envs.tool_calls import ToolCall, parse_tool_calls
 from tests.envs.tokens import text_ids, tiny_renderer
 from tests.fakes.directory_sandbox import DirectorySandbox
 from tests.fakes.sampler import FakeSampler
@@ -120,9 +119,3 @@ async def test_a_reply_that_was_cut_is_not_done(tmp_path: Path) -> None:
     with pytest.raises(TurnLimit):
         await BashTools().run(TASK, sandbox, conversation)
     assert sandbox.calls == []
-
-
-def test_blocks_become_calls_in_their_order() -> None:
-    reply = '<tool_call>{"name": "a"}</tool_call> x <tool_call>{"name": "b", "arguments": {"c": 1}}</tool_call>'
-    assert parse_tool_calls(reply) == [ToolCall(name="a"), ToolCall(name="b", arguments={"c": 1})]
-    assert parse_tool_calls("no call") == []

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from envs.conversation import SampledConversation
 from envs.renderer import ChatRenderer, TemplateRefused
 from envs.sampler import Completion, SamplingParams
+from envs.transcript import render_transcript
 from tests.envs.templates import DROPS_EARLIER_THINKING, TEMPLATES, smollm2_tokenizer, thinking_tokenizer
-from tests.envs.tokens import special_id, text_ids
+from tests.envs.tokens import special_id, text_ids, written_reply
 from trajectories.samples import trajectory_samples
 from trajectories.schema import Outcome, PolicyVersion, Trajectory, VersionSpan
 
@@ -124,7 +125,7 @@ async def test_every_trained_token_is_the_engines_own_in_the_context_it_saw(
 ) -> None:
     tokenizer = renderer.tokenizer
     words = st.lists(PIECES, min_size=1, max_size=5).map("".join)
-    spelled = words.map(renderer.encode_reply)
+    spelled = words.map(lambda text: written_reply(renderer, text))
     any_ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=8).map(tuple)
     exchanges = data.draw(st.lists(st.tuples(words, spelled | any_ids), min_size=1, max_size=4))
     calls, trajectory = await play(renderer, exchanges)
@@ -158,7 +159,7 @@ def test_a_prompt_without_thinking_equals_the_template() -> None:
     """The ids that are left spell what the template renders, where its newlines are tokens of their own."""
     renderer = ChatRenderer(tokenizer=thinking_tokenizer(), template=DROPS_EARLIER_THINKING, special={})
     reply = "<think>\nw\n</think>\n\nb"
-    first, ids = renderer.first("u"), renderer.encode_reply("<think>\nw\n")
+    first, ids = renderer.first("u"), written_reply(renderer, "<think>\nw\n")
     sampled = (*ids[:-1], THINK_END, *text_ids("\n\nb"), END)
     prefix_len, new_ids = renderer.next(first, sampled, "o")
     messages = [
@@ -174,6 +175,6 @@ def test_a_conversation_that_thought_is_no_one_sequence_under_such_a_template() 
     renderer = ChatRenderer(tokenizer=thinking_tokenizer(), template=DROPS_EARLIER_THINKING, special={})
     thought = {"role": "assistant", "content": "<think>w</think>b"}
     messages = [{"role": "user", "content": "u"}, thought]
-    renderer.render_conversation(messages)
-    with pytest.raises(TemplateRefused, match="rewrites thinking"):
-        renderer.render_conversation([*messages, *messages])
+    render_transcript(renderer, messages)
+    with pytest.raises(TemplateRefused, match="does not keep message"):
+        render_transcript(renderer, [*messages, *messages])

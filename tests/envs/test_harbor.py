@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.errors import TaskError
-from envs.harbor import load_task, load_tasks
+from envs.harbor import find_task_dirs, load_task, log_ignored_keys
 from envs.task import (
     AgentSpec,
     Artifact,
@@ -26,7 +26,8 @@ from envs.task import (
     Tpu,
     VerifierSpec,
 )
-from tests.envs.task_dirs import make_task_dir
+from envs.tasksets import resolve_tasks
+from tests.envs.task_dirs import load_tasks, make_task_dir
 
 FIELDS = """
 schema_version version source steps artifacts metadata agent verifier environment solution timeout_sec user env os
@@ -260,6 +261,7 @@ def test_unknown_keys_are_kept_as_ignored_and_said_in_one_line(
     for name in ("a", "b"):
         make_task_dir(tmp_path, name, toml=toml)
     tasks = load_tasks(tmp_path)
+    log_ignored_keys(tmp_path, tasks)
     assert [task.ignored_keys for task in tasks] == [("future", "verifier.restart_environment")] * 2
     assert tasks[0].metadata == {"anything": 2}
     (line,) = caplog.messages
@@ -366,7 +368,7 @@ def test_a_missing_or_foreign_file_gets_one_line_with_its_remedy(tmp_path: Path,
     path = make_task_dir(tmp_path)
     break_it(path)
     with pytest.raises(TaskError) as caught:
-        load_tasks(path)
+        load_task(path)
     message = str(caught.value)
     assert "\n" not in message
     assert named in message.split(": ")[0]
@@ -408,10 +410,8 @@ def test_tasks_are_the_sorted_children_that_are_tasks(tmp_path: Path) -> None:
         make_task_dir(tmp_path, name)
     (tmp_path / "not-a-task").mkdir()
     (tmp_path / "README.md").touch()
-    assert [task.id for task in load_tasks(tmp_path)] == ["a", "b", "c"]
-    assert [task.id for task in load_tasks(tmp_path, limit=2)] == ["a", "b"]
-    assert [task.id for task in load_tasks(tmp_path, names=["c", "a"])] == ["a", "c"]
-    assert [task.id for task in load_tasks(tmp_path / "b")] == ["b"]
+    assert [path.name for path in find_task_dirs(tmp_path)] == ["a", "b", "c"]
+    assert find_task_dirs(tmp_path / "b") == [tmp_path / "b"]
 
 
 def test_a_broken_child_is_not_passed_over(tmp_path: Path) -> None:
@@ -421,14 +421,11 @@ def test_a_broken_child_is_not_passed_over(tmp_path: Path) -> None:
         load_tasks(tmp_path)
 
 
-def test_a_set_that_is_missing_empty_or_lacks_a_name_is_refused(tmp_path: Path) -> None:
+def test_a_set_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"nowhere: no such directory; give a Harbor task directory"):
-        load_tasks(tmp_path / "nowhere")
+        find_task_dirs(tmp_path / "nowhere")
     with pytest.raises(TaskError, match="holds no task"):
-        load_tasks(tmp_path)
-    make_task_dir(tmp_path, "a")
-    with pytest.raises(TaskError, match="no task named x, y"):
-        load_tasks(tmp_path, names=["y", "a", "x"])
+        resolve_tasks(str(tmp_path))
 
 
 def test_a_thousand_tasks_load_within_a_second(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from envs.errors import TaskError
-from envs.harbor import load_task, load_tasks
+from envs.harbor import load_task
 from envs.task import Task
 from envs.tasksets import humaneval, resolve_tasks, shell
 from envs.tasksets.shell_families import EASY_FAMILIES, FAMILIES, HARD_FAMILIES, STEMS, WORDS
 from envs.verifier import Verdict, verify
+from tests.envs.task_dirs import load_tasks
 from tests.fakes.directory_sandbox import DirectorySandbox
 
 EVERY_FAMILY = tuple(FAMILIES)

@@ -9,14 +9,14 @@ import pytest
 from envs.conversation import ScriptedConversation
 from envs.episode import Episode, run_episode
 from envs.group import run_group
-from envs.harbor import load_task, load_tasks
+from envs.harbor import load_task
 from envs.harness import Conversation
 from envs.local.provider import LocalProvider
 from envs.sandbox import Sandbox
 from envs.task import Task
 from envs.tasksets import humaneval, shell
 from envs.tasksets.shell_families import FAMILIES
-from tests.envs.task_dirs import make_task_dir
+from tests.envs.task_dirs import load_tasks, make_task_dir
 from tests.fakes.harness import FunctionHarness
 from trajectories.schema import Outcome
 

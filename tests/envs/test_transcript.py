@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from envs.renderer import ChatRenderer, TemplateRefused
 from envs.transcript import render_transcript
-from tests.envs.tokens import CHATML_TEMPLATE, SPECIAL, TINY_TEMPLATE, special_id, text_ids, tiny_renderer
+from tests.envs.tokens import CHATML_TEMPLATE, SPECIAL, TINY_TEMPLATE, played, special_id, text_ids, tiny_renderer
 
 USER, ASSISTANT, END = special_id("<|user|>"), special_id("<|assistant|>"), special_id("<|end|>")
 MARKED_TEMPLATE = (
@@ -37,7 +37,7 @@ def test_a_transcript_of_two_who_take_turns_has_the_ids_of_a_rollout(
 ) -> None:
     renderer = tiny_renderer(TEMPLATES[template])
     messages = say(*((r, c) for exchange in exchanges for r, c in zip(("user", "assistant"), exchange, strict=True)))
-    assert render_transcript(renderer, messages) == renderer.render_conversation(messages)
+    assert render_transcript(renderer, messages) == played(renderer, messages)
 
 
 def test_two_users_in_a_row_and_a_system_message_by_hand() -> None:

@@ -1,4 +1,9 @@
-"""Small tokenizers for tests: byte-level BPE without merges, so an id is a byte or a special token."""
+"""Small tokenizers for tests: byte-level BPE without merges, so an id is a byte or a special token.
+
+Beside them, what playing a written conversation turn by turn gives, as the reference for other ways to render it.
+"""
+
+from collections.abc import Mapping, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -38,3 +43,25 @@ def text_ids(text: str) -> tuple[int, ...]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return tuple(alphabet.index(char) for piece, _ in plain for char in piece)
+
+
+def written_reply(renderer: ChatRenderer, text: str) -> tuple[int, ...]:
+    """The ids of a reply that somebody wrote, end token included."""
+    return (*renderer.encode_text(text, is_words=True), renderer.stop_ids[0])
+
+
+def played(renderer: ChatRenderer, messages: Sequence[Mapping[str, str]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """(ids, mask) of user and assistant in turn, played one after the other; the mask holds the replies."""
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+    reply: tuple[int, ...] = ()
+    for user, assistant in zip(messages[::2], messages[1::2], strict=False):
+        context = ids[: len(ids) - len(reply)]
+        prefix_len, new_ids = (
+            renderer.next(context, reply, user["content"]) if ids else (0, renderer.first(user["content"]))
+        )
+        assert prefix_len == len(ids), "a template that keeps history appends"
+        reply = written_reply(renderer, assistant["content"])
+        ids = (*ids, *new_ids, *reply)
+        mask = (*mask, *[False] * len(new_ids), *[True] * len(reply))
+    return ids, mask
