@@ -2,7 +2,8 @@
 
     python -m benchmarks.sandbox_churn --out benchmarks/results/sandbox_churn.json
 
-Each figure is of real bubblewrap boxes with their limits on; `load_1m` tells how busy the machine was otherwise.
+Each figure is of real bubblewrap boxes with their limits on; `load_1m` tells how busy the machine was otherwise. No box
+is started ahead but for `warm_create_to_exec_ms_p50`; benchmarks/sandbox_clones.py says what `clone_ms_p50` is of.
 `podman_create_to_exec_ms_p50` is of containers of the podman provider in the same run, from an image of this machine's
 own programs; where podman is missing (scripts/podman.sh installs it) it is absent, and "podman" in the result says so.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 import tyro
 
 from benchmarks.hardware import describe_hardware
+from benchmarks.sandbox_clones import measure_clones, measure_warm
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.sandbox import Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
@@ -47,6 +49,8 @@ class Config:
     """File for the JSON."""
     boxes: int = 200
     """Sandboxes made one after the other, and again 8 at once."""
+    clones: int = 30
+    """Sandboxes of a prepared environment, and as many that are not."""
     alive: int = 256
     """Sandboxes to keep alive at once."""
     terminals: int = 64
@@ -60,10 +64,13 @@ class Config:
 async def main(config: Config) -> None:
     """Measures and writes the JSON."""
     hardware = describe_hardware()
-    provider = LocalProvider(LocalConfig(allow_soft_limits=config.soft_limits))
+    local = LocalConfig(allow_soft_limits=config.soft_limits, max_warm=0)
+    provider = LocalProvider(local)
     provenance = await provider.provenance()
-    figures = await _measure_cold(LocalConfig(allow_soft_limits=config.soft_limits))
+    figures = await _measure_cold(local)
     figures |= await _measure_one_by_one(provider, config.boxes)
+    figures |= await measure_warm(local, _TASK, boxes=config.boxes // 2)
+    figures |= await measure_clones(local, _TASK, boxes=config.clones)
     figures |= {"create_exec_destroy_per_s": await _measure_churn(provider, config.boxes, at_once=8)}
     figures |= await _measure_alive(provider, config.alive)
     figures |= {"tmux_cycles_per_s": await _measure_terminals(provider, config.terminals)}

@@ -1,11 +1,13 @@
 """What is left of sandboxes after their processes were killed at random moments, and one sweep.
 
-    python -m benchmarks.sandbox_kills --out benchmarks/results/sandbox_kills.json      # 100 kills a provider, minutes
+    python -m benchmarks.sandbox_kills --out benchmarks/results/sandbox_kills.json      # 200 kills, about 2 minutes
 
 A worker process holds a provider and keeps three sandboxes busy. The victim of each round is, in turn, the worker, its
 driver (the worker then ends at once, as rollout workers do when their node loses the driver), or a process of a box.
 Then everything of the round is killed, one sweep runs, and what is still there is counted: processes, mounts, control
-groups, lease files, sandboxes at the service. Every count must be 0; the command exits with 1 otherwise.
+groups, lease files, sandboxes at the service. Every count must be 0; the command exits with 1 otherwise. A service goes
+on with creations that it was asked for: one that ends after the sweep is left to a second one, and `_second_sweeps`
+says how often that was.
 The Daytona service is the tests' own, its sandboxes real boxes of this machine.
 """
 
@@ -53,6 +55,8 @@ _TASK = Task(
 _COMMAND = "sleep 1000 >/dev/null 2>&1 & setsid sleep 1000 >/dev/null 2>&1 & sleep 0.03; echo done"
 _VICTIMS = ("worker", "driver", "agent")
 _START_S = 120.0
+_CREATION_S = 0.1
+"""What the service takes at most for a creation that it has begun, on a machine that is not busy."""
 _KEY = "key"
 
 
@@ -64,6 +68,8 @@ class Config:
     """File for the JSON."""
     kills: int = 100
     """Of each provider."""
+    deadline_s: float = 1200.0
+    """The command fails when a provider's kills take longer than this."""
     providers: tuple[ProviderName, ...] = (ProviderName.LOCAL, ProviderName.DAYTONA)
     seed: int = 0
 
@@ -73,7 +79,11 @@ def main(config: Config) -> None:
     hardware = describe_hardware()
     figures: dict[str, float] = {}
     for provider in config.providers:
-        figures |= asyncio.run(kill_at_random(provider, kills=config.kills, rng=random.Random(config.seed)))
+        rng = random.Random(config.seed)
+        try:
+            figures |= asyncio.run(kill_at_random(provider, kills=config.kills, rng=rng, deadline_s=config.deadline_s))
+        except TimeoutError as error:
+            raise SystemExit(f"error: {error}") from None
     result = {"hardware": hardware, "figures": figures}
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -82,27 +92,48 @@ def main(config: Config) -> None:
         sys.exit(1)
 
 
-async def kill_at_random(provider: ProviderName, *, kills: int, rng: random.Random) -> dict[str, float]:
-    """Figures named by the provider: how many kills of what, what was left in all, and how long a sweep took."""
-    left, sweeps_ms = Counter[str](), list[float]()
+async def kill_at_random(
+    provider: ProviderName, *, kills: int, rng: random.Random, deadline_s: float
+) -> dict[str, float]:
+    """Figures named by the provider: how many kills of what, what was left in all, and how long a round and a sweep
+    took. Prints how far it is. Raises TimeoutError when a round begins after the deadline.
+    """
+    left, rounds_s, sweeps_ms = Counter[str](), list[float](), list[float]()
+    second_sweeps, end = 0, time.monotonic() + deadline_s
     victims = [_VICTIMS[k % len(_VICTIMS)] for k in range(kills)]
     with tempfile.TemporaryDirectory(prefix="thresher-kills-") as directory:
         os.chmod(directory, 0o755)  # boxes run as a user of their own, who must reach the agent in the cache
         async with _service(provider, Path(directory)) as (config, service_pid):
-            for victim in victims:
+            for number, victim in enumerate(victims, 1):
+                began = time.monotonic()
+                if began > end:
+                    raise TimeoutError(f"{provider}: {number - 1} of {kills} kills in {deadline_s:g} s; left {left}")
                 pids = await asyncio.to_thread(_round, config, victim, service_pid, rng)
                 sweeps_ms.append(await _sweep(config))
-                left.update(await _count_left(config, pids))
+                found = await _count_left(config, pids)
+                if found["sandboxes"]:
+                    second_sweeps += 1
+                    await _sweep(config)
+                    found = await _count_left(config, pids)
+                left.update(found)
+                rounds_s.append(time.monotonic() - began)
+                if number % 10 == 0 or number == kills:
+                    total = sum(left.values())
+                    print(f"{provider}: {number} of {kills} kills, left {total}, {sum(rounds_s):.0f} s", flush=True)
     names = ("processes", "mounts", "cgroups", "leases", "sandboxes")
     figures = {f"{provider}_left_{name}": float(left[name]) for name in names}
     figures |= {f"{provider}_kills_of_{victim}": float(victims.count(victim)) for victim in _VICTIMS}
+    if provider is not ProviderName.LOCAL:
+        figures[f"{provider}_second_sweeps"] = float(second_sweeps)
+    figures[f"{provider}_round_s_p50"] = round(statistics.median(rounds_s), 3)
     return figures | {f"{provider}_sweep_ms_p50": round(statistics.median(sweeps_ms), 1)}
 
 
 def _round(config: SandboxConfig, victim: str, service_pid: int, rng: random.Random) -> list[int]:
     """One life of a driver and its worker, until the kill; returns the pids that hold labels."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["envs.providers", *(["envs.daytona.provider"] if service_pid else [])])
+    # The main module is imported by the server, once; else every process that it forks would do so.
+    processes.set_forkserver_preload(["__main__", "envs.providers", "envs.daytona.provider"])
     driver_alive, worker_sees = processes.Pipe()
     told, tells = processes.Pipe(duplex=False)
     driver = processes.Process(target=_drive, args=(driver_alive,), daemon=True)
@@ -117,8 +148,7 @@ def _round(config: SandboxConfig, victim: str, service_pid: int, rng: random.Ran
             raise RuntimeError(f"the worker started no sandbox within {_START_S:g} s")
         time.sleep(rng.uniform(0, 0.25))
         _kill(victim, driver, worker, service_pid, rng)
-        # A service finishes the creations that it was asked for; one that ends after the sweep is the next sweep's.
-        time.sleep(rng.uniform(0, 0.05) if not service_pid else 0.3)
+        time.sleep(rng.uniform(0, 0.05))
     finally:
         for process in (driver, worker):
             process.kill()
@@ -198,16 +228,20 @@ async def _sweep(config: SandboxConfig) -> float:
 
 
 async def _count_left(config: SandboxConfig, pids: list[int]) -> dict[str, int]:
-    """Of these label holders; processes and groups may take a moment to vanish from the kernel's tables."""
+    """Of these label holders; processes and groups may take a moment to vanish from the kernel's tables, and what a
+    service was still creating a moment to appear in its list.
+    """
     deadline = time.monotonic() + 3
     while any((found := _on_this_machine(pids)).values()) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
+    is_local = config.provider is ProviderName.LOCAL
     provider = build_provider(config, run="count")
     try:
+        if not is_local:
+            await asyncio.sleep(_CREATION_S)
         leases = await provider.list_leases()
     finally:
         await provider.close()
-    is_local = config.provider is ProviderName.LOCAL
     return found | {"leases": len(leases) if is_local else 0, "sandboxes": 0 if is_local else len(leases)}
 
 

@@ -14,6 +14,6 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.skipif(not IS_ROOT, reason="looks
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("provider", [ProviderName.LOCAL, ProviderName.DAYTONA])
 async def test_nothing_is_left_after_kills_and_a_sweep(provider: ProviderName) -> None:
-    figures = await kill_at_random(provider, kills=6, rng=random.Random(1))
+    figures = await kill_at_random(provider, kills=6, rng=random.Random(1), deadline_s=300)
     assert {name: count for name, count in figures.items() if "_left_" in name and count} == {}
     assert sum(count for name, count in figures.items() if "_kills_of_" in name) == 6

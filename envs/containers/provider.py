@@ -247,9 +247,8 @@ class ContainerProvider:
 
 def _layout(task: Task, image: Image) -> Layout:
     """The engine gives an image's variables to the first process only; commands are given them by the agent."""
-    return Layout(
-        workdir=task.environment.workdir or image.workdir, env=_SHELL | image.env | dict(task.environment.env), files=()
-    )
+    env = _SHELL | image.env | dict(task.environment.env)
+    return Layout(workdir=task.environment.workdir or image.workdir, env=env)
 
 
 async def _fill(task: Task, sandbox: LocalSandbox) -> None:

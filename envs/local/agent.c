@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -25,8 +26,8 @@
 #include <unistd.h>
 
 enum { HOST = 3, HOST_OUT = 4, MAX_JOBS = 64, MAX_FRAME = 16 << 20, PIPE = 1 << 16, MAX_WORDS = 512 };
-enum { OP_READY, OP_EXEC, OP_PUT, OP_GET, OP_KILL };
-enum { PUT_DIR, PUT_FILE, PUT_APPEND, PUT_LINK };
+enum { OP_READY, OP_EXEC, OP_PUT, OP_GET, OP_KILL, OP_FILL };
+enum { PUT_DIR, PUT_FILE, PUT_APPEND, PUT_LINK, PUT_TIME };
 enum { EXIT_HOST_GONE = 0, EXIT_PROTOCOL = 90, EXIT_MEMORY = 91 };
 
 typedef struct { char *data; uint32_t len, size; } Buffer;
@@ -43,6 +44,7 @@ typedef struct {
 static Job jobs[MAX_JOBS];
 static int killing; /* a kill_all waits for the last process to be reaped */
 static uint32_t kill_id;
+static int given = -1; /* the open file that came with the last request */
 
 static int64_t now_ms(void) {
     struct timespec t;
@@ -147,6 +149,14 @@ static int put_file(const char *path, int flags, mode_t mode, const char *data, 
     return failed ? -1 : 0;
 }
 
+static int set_time(const char *path, const char *seconds, uint32_t n) {
+    int64_t at;
+    if (n != sizeof at) _exit(EXIT_PROTOCOL);
+    memcpy(&at, seconds, n);
+    struct timespec both[2] = {{.tv_sec = at}, {.tv_sec = at}};
+    return utimensat(AT_FDCWD, path, both, AT_SYMLINK_NOFOLLOW);
+}
+
 static int put_entry(Reader *r, char **path_out) {
     uint32_t kind = take_u32(r), mode = take_u32(r), n;
     char *path = (char *)take_blob(r, NULL);
@@ -156,22 +166,38 @@ static int put_entry(Reader *r, char **path_out) {
     if (kind == PUT_DIR) return make_dir(path) || chmod(path, mode) ? -1 : 0;
     if (kind == PUT_FILE) return put_file(path, O_TRUNC, mode, data, n);
     if (kind == PUT_APPEND) return put_file(path, O_APPEND, mode, data, n);
+    if (kind == PUT_TIME) return set_time(path, data, n);
     unlink(path);
     return symlink(data, path);
 }
 
-static void put(uint32_t id, Reader *r) {
+/* Writes every entry, and answers; the first that fails ends it and is named. */
+static void put(uint32_t op, uint32_t id, Reader *r) {
     Buffer why = {0};
     char *path = "";
     while (r->at < r->end)
         if (put_entry(r, &path)) {
             int failed = errno;
             append(&why, path, strlen(path));
-            reply(OP_PUT, id, -failed, &why, NULL);
+            reply(op, id, -failed, &why, NULL);
             free(why.data);
             return;
         }
-    reply(OP_PUT, id, 0, NULL, NULL);
+    reply(op, id, 0, NULL, NULL);
+}
+
+/* The entries of the file that came with the request: nothing of them passes through the socket or the heap. Paths are
+ * cut in place while parents are made, hence the private, writable mapping. */
+static void fill(uint32_t id) {
+    struct stat s = {0};
+    char *data = "";
+    int failed = given < 0 || fstat(given, &s) ? EBADF : 0;
+    if (!failed && s.st_size) data = mmap(NULL, s.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, given, 0);
+    if (data == MAP_FAILED) failed = errno;
+    close(given), given = -1;
+    if (failed) return reply(OP_FILL, id, -failed, NULL, NULL);
+    put(OP_FILL, id, &(Reader){data, data + s.st_size});
+    if (s.st_size) munmap(data, s.st_size);
 }
 
 static int read_file(const char *path, uint32_t max, Buffer *content) {
@@ -378,17 +404,32 @@ static void dispatch(const char *frame, uint32_t len) {
     Reader r = {frame, frame + len};
     uint32_t op = take_u32(&r), id = take_u32(&r);
     if (op == OP_EXEC) start_job(id, &r);
-    else if (op == OP_PUT) put(id, &r);
+    else if (op == OP_PUT) put(OP_PUT, id, &r);
     else if (op == OP_GET) get(id, &r);
     else if (op == OP_KILL) kill_all(id);
+    else if (op == OP_FILL) fill(id);
     else _exit(EXIT_PROTOCOL);
+}
+
+/* One read, and the descriptor that came with it; a container's pipe brings none. */
+static ssize_t read_host(char *chunk, size_t size) {
+    char control[CMSG_SPACE(sizeof(int))];
+    struct iovec data = {chunk, size};
+    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    ssize_t n = recvmsg(HOST, &message, MSG_CMSG_CLOEXEC);
+    if (n < 0 && errno == ENOTSOCK) return read(HOST, chunk, size);
+    struct cmsghdr *rights = n > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (!rights || rights->cmsg_type != SCM_RIGHTS || rights->cmsg_len != CMSG_LEN(sizeof(int))) return n;
+    if (given >= 0) close(given);
+    memcpy(&given, CMSG_DATA(rights), sizeof(int));
+    return n;
 }
 
 /* Reads what has come and runs every whole frame of it. */
 static void receive(void) {
     static Buffer in;
     static char chunk[PIPE];
-    ssize_t n = read(HOST, chunk, sizeof chunk); /* poll said that something is there */
+    ssize_t n = read_host(chunk, sizeof chunk); /* poll said that something is there */
     if (n == 0 || (n < 0 && errno != EINTR)) _exit(EXIT_HOST_GONE);
     if (n < 0) return;
     append(&in, chunk, n);

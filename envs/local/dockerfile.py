@@ -1,4 +1,4 @@
-"""The subset of Dockerfile that needs no build: FROM, WORKDIR, COPY and ENV.
+"""The subset of Dockerfile that boxes do: FROM, WORKDIR, COPY, ENV, and RUN without a network.
 
 Invariant: what cannot be done is refused by name; nothing is skipped silently. FROM's image is not fetched: the base is
 the host's /usr (recorded in provenance). Called by envs/local/layout.py.
@@ -11,12 +11,14 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 from envs.errors import SandboxRefused
 
 _VARIABLE = re.compile(r"\\([$\"\\ ])|\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
 _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^'"\\])+)""")
 """Of a value: single-quoted (literal), double-quoted, or bare."""
+_HEREDOC = re.compile(r"<<-?\s*[\"']?[A-Za-z_]")
 _ASSIGNMENT = re.compile(r"""(\w+)=((?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^\s"'\\])*)""")
 
 
@@ -31,38 +33,61 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MakeDir:
+    """A working directory named on the way, which each WORKDIR makes."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A command that changes the box's files."""
+
+    command: str
+    """For bash; a shell form is given to /bin/sh, as Docker does."""
+    workdir: str
+    env: dict[str, str]
+    """What ENV has set above it."""
+    where: str
+    """File and line, for messages."""
+
+
+Step = MakeDir | Copy | Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dockerfile:
     """What an environment asks for."""
 
     workdir: str
     env: dict[str, str]
-    copies: tuple[Copy, ...]
-    dirs: tuple[str, ...]
-    """Working directories named on the way, which each WORKDIR makes."""
+    steps: tuple[Step, ...]
+    """In their order."""
 
 
 def parse_dockerfile(path: Path, *, workdir: str) -> Dockerfile:
     """What the file asks for; `workdir` holds until its first WORKDIR. Raises SandboxRefused naming line and remedy."""
     context = path.parent.resolve()
     env: dict[str, str] = {}
-    copies: list[Copy] = []
-    dirs: list[str] = []
-    current = "/"
+    steps: list[Step] = []
+    current = ""
     for number, instruction, rest in _instructions(path.read_text(encoding="utf-8", errors="replace")):
         where = f"{path}:{number}"
         if instruction == "WORKDIR":
-            current = str(PurePosixPath(current) / _expand(rest.strip("\"'"), env))
-            dirs.append(current)
+            current = str(PurePosixPath("/", current) / _expand(rest.strip("\"'"), env))
+            steps.append(MakeDir(path=current))
         elif instruction == "ENV":
             env |= _parse_env(rest, env, where)
         elif instruction == "COPY":
-            copies.append(_parse_copy(rest, env, context, current, where))
+            steps.append(_parse_copy(rest, env, context, current or "/", where))
+        elif instruction == "RUN":
+            steps.append(Run(command=_parse_run(rest, where), workdir=current or "/", env=dict(env), where=where))
         elif instruction != "FROM":
             raise SandboxRefused(
                 f"{where}: {instruction} is not done by the local sandbox; "
-                "use FROM, WORKDIR, COPY and ENV only, or another sandbox provider"
+                "use FROM, WORKDIR, COPY, ENV and RUN only, or another sandbox provider"
             )
-    return Dockerfile(workdir=dirs[-1] if dirs else workdir, env=env, copies=tuple(copies), dirs=tuple(dirs))
+    return Dockerfile(workdir=current or workdir, env=env, steps=tuple(steps))
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -98,8 +123,28 @@ def _unquote(value: str, env: dict[str, str]) -> str:
     return "".join(literal or _expand(quoted or bare, env) for literal, quoted, bare in parts)
 
 
+def _parse_run(rest: str, where: str) -> str:
+    if rest.startswith("--"):
+        raise SandboxRefused(f"{where}: RUN {rest.split()[0]} is not done by the local sandbox; run it without")
+    if _HEREDOC.search(rest):
+        raise SandboxRefused(f"{where}: RUN with a heredoc is not read by the local sandbox; COPY a script and run it")
+    if not rest.startswith("["):
+        return f"/bin/sh -c {shlex.quote(rest)}"
+    return shlex.join(_json_words(rest, where))
+
+
+def _json_words(text: str, where: str) -> list[str]:
+    try:
+        words: object = json.loads(text)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(list[object], words)):
+        raise SandboxRefused(f"{where}: cannot read {text!r}; write a JSON list of strings")
+    return cast(list[str], words)
+
+
 def _parse_copy(rest: str, env: dict[str, str], context: Path, current: str, where: str) -> Copy:
-    words: list[str] = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = _json_words(rest, where) if rest.startswith("[") else shlex.split(rest)
     words = [_expand(word, env) for word in words]
     flags = [word for word in words if word.startswith("--")]
     if flags:

@@ -1,18 +1,18 @@
 """What a box looks like from inside: its mounts, its first files, its variables.
 
 Invariant: of a Task only environment/ goes in; tests/ and solution/ are never read here. All that can be written lies
-in one tmpfs of limited size (and /dev/shm). Called by envs/local/provider.py.
+in one tmpfs of limited size (and /dev/shm). Called by envs/local/{prepared,boxes,sandbox}.py.
 """
 
 import functools
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from envs.errors import SandboxRefused
-from envs.local.dockerfile import Copy, Dockerfile, parse_dockerfile
+from envs.local.dockerfile import Copy, Dockerfile, MakeDir, Run, Step, parse_dockerfile
 from envs.local.staging import Staged
 from envs.local.wire import Kind, encode_put
 from envs.task import Task
@@ -60,28 +60,80 @@ _HOST_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One Task's box, made once and used for each of its Sandboxes."""
+    """How the commands of one Task's boxes start."""
 
     workdir: str
     env: dict[str, str]
-    files: tuple[bytes, ...] = field(repr=False)
-    """Bodies of the PUT messages that fill the box, each at most a little over MAX_PUT_BYTES."""
 
 
-def plan_layout(task: Task) -> Layout:
-    """What the Task's box holds. Raises SandboxRefused for a Dockerfile that needs a build."""
+BARE = Layout(workdir="/", env=_VARIABLES)
+"""Of a box that is no Task's yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one Task's boxes hold; nothing is read of its files yet."""
+
+    layout: Layout
+    steps: tuple[Step, ...]
+    num_bytes: int
+    """Of the files that are copied."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a box is needed to find out what the boxes hold."""
+        return any(isinstance(step, Run) for step in self.steps)
+
+
+def plan_layout(task: Task) -> Plan:
+    """What the Task's boxes hold. Raises SandboxRefused for a Dockerfile that boxes cannot do."""
     path = task.path / "environment" / "Dockerfile"
-    plan = Dockerfile(workdir=DEFAULT_WORKDIR, env={}, copies=(), dirs=())
+    file = Dockerfile(workdir=DEFAULT_WORKDIR, env={}, steps=())
     if path.is_file():
-        plan = parse_dockerfile(path, workdir=DEFAULT_WORKDIR)
-    workdir = task.environment.workdir or plan.workdir
+        file = parse_dockerfile(path, workdir=DEFAULT_WORKDIR)
+    workdir = task.environment.workdir or file.workdir
     if not workdir.startswith("/"):
         raise SandboxRefused(f"task {task.id}: workdir {workdir!r} must be an absolute path")
-    return Layout(
-        workdir=workdir,
-        env=_VARIABLES | plan.env | resolve_variables(task.environment.env),
-        files=tuple(gather(_first_entries(plan, workdir))),
+    sources = (source for step in file.steps if isinstance(step, Copy) for source in step.sources)
+    return Plan(
+        layout=Layout(workdir=workdir, env=_VARIABLES | file.env | resolve_variables(task.environment.env)),
+        steps=(*file.steps, MakeDir(path=workdir)),
+        num_bytes=sum(map(_num_bytes, sources)),
     )
+
+
+def first_entries() -> Iterator[bytes]:
+    """PUT entries of what every box holds."""
+    for path, mode in _DIRS.items():
+        yield encode_put(Kind.DIR, path, mode=mode)
+    for path, text in _FILES.items():
+        yield encode_put(Kind.FILE, path, text.encode(), mode=0o644)
+
+
+def step_entries(step: MakeDir | Copy) -> Iterator[bytes]:
+    """PUT entries of a step. As Docker's COPY: a directory's content, a file by its name into a directory, or to the
+    name given.
+    """
+    if isinstance(step, MakeDir):
+        yield encode_put(Kind.DIR, step.path)
+        return
+    for source in step.sources:
+        if source.is_dir():
+            yield from dir_entries(source, step.target)
+        else:
+            target = str(PurePosixPath(step.target) / source.name) if step.target_is_dir else step.target
+            yield from file_entries(target, source.read_bytes(), stat.S_IMODE(source.stat().st_mode))
+
+
+def run_environment(step: Run) -> dict[str, str]:
+    """The variables of a step's command."""
+    return _VARIABLES | step.env
+
+
+def mount_points(mounts: tuple[str, ...]) -> frozenset[str]:
+    """Paths inside that are no part of a box's own files."""
+    read_only = ("/usr", *_HOST_ROOTS, *_HOST_ETC, "/etc/ld.so.preload", "/proc", "/dev", _BOX_DIR)
+    return frozenset([*read_only, *(mount.split(":")[1] for mount in mounts)])
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,22 +198,13 @@ def gather(entries: Iterator[bytes]) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def _first_entries(plan: Dockerfile, workdir: str) -> Iterator[bytes]:
-    for path, mode in _DIRS.items():
-        yield encode_put(Kind.DIR, path, mode=mode)
-    for path, text in _FILES.items():
-        yield encode_put(Kind.FILE, path, text.encode(), mode=0o644)
-    for path in (*plan.dirs, workdir):
-        yield encode_put(Kind.DIR, path)
-    for copy in plan.copies:
-        yield from _copy_entries(copy)
-
-
-def _copy_entries(copy: Copy) -> Iterator[bytes]:
-    """As Docker's COPY: a directory's content, a file by its name into a directory, or to the name given."""
-    for source in copy.sources:
-        if source.is_dir():
-            yield from dir_entries(source, copy.target)
-        else:
-            target = str(PurePosixPath(copy.target) / source.name) if copy.target_is_dir else copy.target
-            yield from file_entries(target, source.read_bytes(), stat.S_IMODE(source.stat().st_mode))
+def _num_bytes(source: Path) -> int:
+    """Raises SandboxRefused as `dir_entries` does."""
+    if not source.is_dir():
+        return source.stat().st_size
+    total = 0
+    for entry in os.scandir(source):
+        if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
+            raise SandboxRefused(f"{entry.path} is a link or no plain file; give plain files and directories")
+        total += _num_bytes(Path(entry.path)) if entry.is_dir() else entry.stat().st_size
+    return total

@@ -11,32 +11,33 @@ Called by envs/episode.py through the SandboxProvider Protocol; made by envs/pro
 
 import asyncio
 import contextlib
+import logging
 import os
-import socket
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.creation import CreationGate, RateGate
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.lease import LeasedSandbox, LeaseTerms, sweep
+from envs.local.boxes import BoxSize, BoxStarter
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
 from envs.local.labels import is_orphan, kill_labelled
-from envs.local.layout import Layout, bwrap_arguments, plan_layout
 from envs.local.leases import LeaseFiles
+from envs.local.prepared import PreparedEnvironment, PreparedEnvironments
 from envs.local.sandbox import LocalSandbox, SandboxLimits
-from envs.local.slots import Slot, SlotConfig, SlotPool
-from envs.local.staging import Staged, default_cache_dir, stage
+from envs.local.slots import SlotConfig, SlotPool
+from envs.local.staging import default_cache_dir, stage
+from envs.local.warm import WarmPool
 from envs.sandbox import Sandbox
 from envs.steps import separate_tasks
 from envs.task import Environment, Task
 from envs.users import users_at_work
 
+logger = logging.getLogger(__name__)
+
 _MIB = 1 << 20
-_MAX_LAYOUTS = 256
 _PROOF = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; cat /proc/net/dev; readlink /proc/self/ns/*"
 
 
@@ -63,13 +64,17 @@ class LocalConfig:
     """Sandboxes created at once; more wait."""
     max_parked: int = 256
     """Launchers kept for later boxes, about 0.2 MB each."""
+    max_warm: int = 2
+    """Boxes started ahead, about 3 MB each, for Tasks that ask for as much as the last two did; 0: none."""
+    max_layers_mb: int = 8192
+    """Of prepared environments on disk, those of all Tasks and runs; the ones used longest ago go first."""
     max_output_bytes: int = 1 << 20
     """Kept of a command's stdout, and of its stderr."""
     start_timeout_s: float = 60.0
     grace_s: float = 30.0
     """How late past its timeout a command's answer may come before the box counts as dead."""
     cache_dir: Path | None = None
-    """For the compiled agent; None: /var/cache/thresher for root, else ~/.cache/thresher."""
+    """For the compiled agent and prepared environments; None: /var/cache/thresher for root, else ~/.cache/thresher."""
     cgroup_parent: Path | None = None
     """A delegated cgroup v2 directory; None: that of this process."""
     mounts: tuple[str, ...] = ()
@@ -86,6 +91,9 @@ class LocalConfig:
         for name in ("default_memory_mb", "default_storage_mb", "max_processes", "max_creating"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("max_parked", "max_warm", "max_layers_mb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 class LocalProvider:
@@ -103,16 +111,20 @@ class LocalProvider:
         self.config = config or LocalConfig()
         self._terms = terms or LeaseTerms()
         self._gate = gate or RateGate()
-        self._leases = LeaseFiles(self.config.cache_dir or default_cache_dir())
+        root = self.config.cache_dir or default_cache_dir()
+        self._leases = LeaseFiles(root)
         self._creating = asyncio.Semaphore(self.config.max_creating)
         self._preparing: asyncio.Task[_Prepared] | None = None
-        self._layouts: OrderedDict[tuple[str, Path], Layout] = OrderedDict()
+        self._warm = WarmPool(self._start_bare, self._hold_warm, most=self.config.max_warm)
+        self._environments = PreparedEnvironments(
+            root, self._start_build, max_mb=self.config.max_layers_mb, mounts=self.config.mounts
+        )
 
     def check(self, task: Task) -> None:
         """Raises SandboxRefused when this provider cannot run the Task; starts nothing."""
         for asked in (task, *separate_tasks(task)):
             _refuse_unoffered(asked, network=self.config.network)
-        self._layout(task)
+        self._environments.check(task)
 
     async def provenance(self) -> dict[str, str]:
         """What a run's record says of its isolation."""
@@ -124,9 +136,11 @@ class LocalProvider:
     async def start(self, task: Task, *, owner: str) -> AsyncGenerator[Sandbox]:
         """See SandboxProvider."""
         self.check(task)
-        prepared = await self._prepare()
-        async with self._creating, self._gate.admit():
-            sandbox = await self._create(prepared, self._layout(task), task.environment, owner)
+        await self._prepare()
+        environment = await self._environments.of(task)
+        size = self._size(task.environment)
+        sandbox = await self._take_warm(size, environment, owner) or await self._create(size, environment, owner)
+        self._warm.refill(size)
         try:
             with self._leases.hold(self._terms.lease(owner), sandbox.label):
                 yield sandbox
@@ -146,24 +160,17 @@ class LocalProvider:
         with contextlib.suppress(SandboxRefused):  # no cgroups, so none were left
             await asyncio.to_thread(_sweep, find_cgroups(self.config.cgroup_parent))
         await asyncio.to_thread(_sweep, None)
+        await asyncio.to_thread(self._environments.sweep)
         await sweep(self)
 
     async def close(self) -> None:
-        """Ends every parked launcher and removes its cgroups; a later `start` begins anew."""
+        """Ends every box that waits and every parked launcher, with its cgroups; a later `start` begins anew."""
+        await self._environments.close()
+        await self._warm.close()
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             with contextlib.suppress(SandboxError):  # whoever started has been told
-                await (await preparing).pool.close()
-
-    def _layout(self, task: Task) -> Layout:
-        key = (task.id, task.path)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = plan_layout(task)
-            if len(self._layouts) > _MAX_LAYOUTS:
-                self._layouts.popitem(last=False)
-        self._layouts.move_to_end(key)
-        return layout
+                await (await preparing).boxes.pool.close()
 
     async def _prepare(self) -> "_Prepared":
         """Once: compile, find cgroups, sweep, and prove with one box that isolation holds."""
@@ -175,6 +182,7 @@ class LocalProvider:
         staged = await asyncio.to_thread(stage, self.config.cache_dir)
         cgroups = self._find_cgroups()
         await asyncio.to_thread(_sweep, cgroups)
+        await asyncio.to_thread(self._environments.sweep)
         await sweep(self)
         slots = SlotConfig(
             staged=staged,
@@ -183,14 +191,19 @@ class LocalProvider:
             soft_max_processes=self.config.soft_max_processes,
             deadline_s=self.config.start_timeout_s,
         )
+        limits = SandboxLimits(
+            max_output_bytes=self.config.max_output_bytes,
+            grace_s=self.config.grace_s,
+            request_s=self.config.start_timeout_s,
+        )
         pool = SlotPool(slots, max_parked=self.config.max_parked)
-        prepared = _Prepared(staged=staged, cgroups=cgroups, pool=pool)
+        boxes = BoxStarter(staged=staged, pool=pool, mounts=self.config.mounts, limits=limits)
         try:
-            await self._prove(prepared)
+            await _prove(boxes, self._size(Environment()))
         except BaseException:
             await asyncio.shield(pool.close())
             raise
-        return prepared
+        return _Prepared(cgroups=cgroups, boxes=boxes)
 
     def _find_cgroups(self) -> Cgroups | None:
         try:
@@ -200,53 +213,43 @@ class LocalProvider:
                 raise
             return None
 
-    async def _prove(self, prepared: "_Prepared") -> None:
-        layout = Layout(workdir="/", env={"PATH": "/usr/bin:/bin"}, files=())
-        try:
-            sandbox = await self._create(prepared, layout, Environment(), "proof")
-        except SandboxError as error:
-            raise SandboxRefused(f"{error}; {_remedy(str(error))}") from error
-        try:
-            result = await sandbox.exec(_PROOF, timeout_s=30)
-        finally:
-            await sandbox.stop()
-        _check_proof(result.stdout.decode())
-
-    async def _create(
-        self, prepared: "_Prepared", layout: Layout, environment: Environment, owner: str
-    ) -> LocalSandbox:
-        """A filled box. A parked launcher may have been killed meanwhile: that is seen only now, and tried again."""
-        slot = await prepared.pool.take()
-        try:
-            return await self._create_in(slot, prepared, layout, environment, owner)
-        except SandboxError:
-            if not slot.is_broken:
-                raise
-        return await self._create_in(await prepared.pool.take(), prepared, layout, environment, owner)
-
-    async def _create_in(
-        self, slot: Slot, prepared: "_Prepared", layout: Layout, environment: Environment, owner: str
-    ) -> LocalSandbox:
-        config = self.config
-        limits = SandboxLimits(
-            max_output_bytes=config.max_output_bytes, grace_s=config.grace_s, request_s=config.start_timeout_s
-        )
-        release = partial(prepared.pool.give_back, slot)
-        sandbox = LocalSandbox(slot, release, layout, limits, owner=owner)
-        try:
-            await self._start_box(prepared, slot, sandbox, environment)
-            await sandbox.put(layout.files)
-        except SandboxDied as error:
-            await sandbox.stop()
-            raise SandboxError(f"fill the sandbox: {error}") from error
-        except BaseException:
-            await sandbox.stop()
-            raise
+    async def _take_warm(self, size: BoxSize, environment: PreparedEnvironment, owner: str) -> LocalSandbox | None:
+        """A box that waited, filled; None when none did, or it was killed meanwhile."""
+        sandbox = await self._warm.take(size)
+        if sandbox is not None:
+            try:
+                await _fill(sandbox, environment, owner)
+            except SandboxError as error:
+                logger.info("a warm box was of no use to owner=%s: %s", owner, error)
+                return None
         return sandbox
 
-    async def _start_box(
-        self, prepared: "_Prepared", slot: Slot, sandbox: LocalSandbox, environment: Environment
-    ) -> None:
+    async def _create(self, size: BoxSize, environment: PreparedEnvironment, owner: str) -> LocalSandbox:
+        sandbox = await self._start_bare(size)
+        await _fill(sandbox, environment, owner)
+        return sandbox
+
+    async def _start_bare(self, size: BoxSize) -> LocalSandbox:
+        """A box that is no Task's yet, the caller's to stop."""
+        prepared = await self._prepare()
+        async with self._creating, self._gate.admit():
+            return await prepared.boxes.start(size)
+
+    @asynccontextmanager
+    async def _start_build(self, task: Task) -> AsyncGenerator[LocalSandbox]:
+        """A bare box with twice the Task's room, as its files are packed in it."""
+        storage_mb = 2 * (task.environment.storage_mb or self.config.default_storage_mb)
+        sandbox = await self._start_bare(self._size(replace(task.environment, storage_mb=storage_mb)))
+        try:
+            with self._leases.hold(self._terms.lease(f"environment of {task.id}"), sandbox.label):
+                yield sandbox
+        finally:
+            await sandbox.stop()
+
+    def _hold_warm(self, sandbox: LocalSandbox) -> AbstractContextManager[None]:
+        return self._leases.hold(self._terms.lease("warm"), sandbox.label)
+
+    def _size(self, environment: Environment) -> BoxSize:
         storage_mb = min(environment.storage_mb or self.config.default_storage_mb, self.config.max_storage_mb)
         memory_mb = environment.memory_mb or self.config.default_memory_mb
         limits = BoxLimits(
@@ -254,44 +257,39 @@ class LocalProvider:
             pids=self.config.max_processes,
             cpus=environment.cpus or self.config.default_cpus,
         )
-        ours, theirs = socket.socketpair()
-        errors, errors_inside = os.pipe()
-        try:
-            with theirs:
-                slot.start(
-                    bwrap_arguments(prepared.staged, disk_bytes=storage_mb * _MIB, mounts=self.config.mounts),
-                    limits,
-                    (theirs.fileno(), errors_inside),
-                )
-            await self._wait_ready(slot, sandbox, ours, errors)
-        finally:
-            if not sandbox.connection.is_attached:
-                ours.close()  # else the connection owns it
-            os.close(errors_inside)
-            os.close(errors)
-
-    async def _wait_ready(self, slot: Slot, sandbox: LocalSandbox, ours: socket.socket, errors: int) -> None:
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: sandbox.connection, sock=ours)
-        ready, ended = sandbox.connection.ready, slot.ended
-        assert ended is not None
-        await asyncio.wait({ready, ended}, timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        answer = ready.result() if ready.done() else None
-        if answer is not None and answer.status == 0:
-            return
-        if not ready.done() and not ended.done():
-            raise SandboxError(f"create sandbox: not ready in {self.config.start_timeout_s} s")
-        await asyncio.wait({ended}, timeout=5)  # then all that bwrap has to say is said
-        os.set_blocking(errors, False)
-        raise SandboxError(f"create sandbox: {_read_text(errors) or 'the box ended at once'}")
+        return BoxSize(disk_bytes=storage_mb * _MIB, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    staged: Staged
     cgroups: Cgroups | None
-    pool: SlotPool
+    boxes: BoxStarter
+
+
+async def _fill(sandbox: LocalSandbox, environment: PreparedEnvironment, owner: str) -> None:
+    """Makes the box the Task's, or stops it. Raises SandboxError."""
+    try:
+        with environment.opened() as content:
+            await sandbox.fill(environment.layout, content, owner=owner)
+    except (SandboxDied, FileNotFoundError) as error:
+        await sandbox.stop()
+        raise SandboxError(f"fill the sandbox: {error}") from error
+    except BaseException:
+        await sandbox.stop()
+        raise
+
+
+async def _prove(boxes: BoxStarter, size: BoxSize) -> None:
+    """Raises SandboxRefused unless a box says of itself that it is isolated."""
+    try:
+        sandbox = await boxes.start(size)
+    except SandboxError as error:
+        raise SandboxRefused(f"{error}; {_remedy(str(error))}") from error
+    try:
+        result = await sandbox.exec(_PROOF, timeout_s=30)
+    finally:
+        await sandbox.stop()
+    _check_proof(result.stdout.decode())
 
 
 def _refuse_unoffered(task: Task, *, network: str) -> None:
@@ -339,10 +337,3 @@ def _remedy(problem: str) -> str:
     if "launcher: /" in problem:
         return "give a cache_dir that every user may enter"
     return "enable user namespaces for this user (sysctl user.max_user_namespaces), with /proc not masked"
-
-
-def _read_text(fd: int) -> str:
-    try:
-        return os.read(fd, 4096).decode(errors="replace").strip()
-    except BlockingIOError:
-        return ""

@@ -87,6 +87,14 @@ class LocalSandbox:
         """The protocol to attach to the box's control socket."""
         return self._connection
 
+    async def fill(self, layout: Layout, content: int, *, owner: str) -> None:
+        """Makes the box a Task's: writes the PUT entries of an open file, and takes the layout. Raises as `put` does.
+
+        The first request of a box; its file stays the caller's to close.
+        """
+        self.workdir, self._env, self.owner = layout.workdir, layout.env, owner
+        _check_put(await self._request(Operation.FILL, b"", self._limits.request_s, file=content))
+
     async def exec(
         self,
         command: str,
@@ -131,12 +139,7 @@ class LocalSandbox:
     async def put(self, bodies: Iterable[bytes]) -> None:
         """Writes the files of these PUT messages. Raises SandboxDied when the disk is full or a path is barred."""
         for body in bodies:
-            answer = await self._request(Operation.PUT, body, self._limits.request_s)
-            if answer.status:
-                path = answer.first.decode(errors="replace")
-                problem = f"write {path} inside: {os.strerror(-answer.status)}"
-                # Only what runs inside can fill the disk or bar a path; the read-only parts are the provider's.
-                raise SandboxError(problem) if answer.status == -errno.EROFS else SandboxDied(problem)
+            _check_put(await self._request(Operation.PUT, body, self._limits.request_s))
 
     async def stop(self) -> None:
         """See Sandbox."""
@@ -164,11 +167,13 @@ class LocalSandbox:
             await asyncio.sleep(pause_s)
             waited_s, pause_s = waited_s + pause_s, 2 * pause_s
 
-    async def _request(self, operation: Operation, body: bytes, deadline_s: float) -> Answer:
+    async def _request(
+        self, operation: Operation, body: bytes, deadline_s: float, *, file: int | None = None
+    ) -> Answer:
         if self._stopping is not None:
             raise SandboxError(f"sandbox of {self.owner} is stopped")
         try:
-            answer = await self._connection.request(operation, body, deadline_s=deadline_s)
+            answer = await self._connection.request(operation, body, deadline_s=deadline_s, file=file)
         except TimeoutError as error:
             self._connection.close()
             raise SandboxDied(f"the box did not answer {operation.name} in {deadline_s:.0f} s") from error
@@ -200,3 +205,10 @@ class LocalSandbox:
 
     def _absolute(self, path: str) -> str:
         return os.path.join(self.workdir, path)
+
+
+def _check_put(answer: Answer) -> None:
+    if answer.status:
+        problem = f"write {answer.first.decode(errors='replace')} inside: {os.strerror(-answer.status)}"
+        # Only what runs inside can fill the disk or bar a path; the read-only parts are the provider's.
+        raise SandboxError(problem) if answer.status == -errno.EROFS else SandboxDied(problem)

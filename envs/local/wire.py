@@ -3,11 +3,14 @@
 Invariant: every request is answered exactly once, or fails when the connection ends; answers come in any order.
 Native-endian 32-bit words. Request: bytes that follow, operation, id, body. Answer: bytes that follow, operation, id,
 status, sizes of two byte strings, the strings. A string in a request is its length, NUL included, and its bytes.
+FILL has no body: the entries of a PUT are in the open file that comes with it.
 Called by envs/local/sandbox.py.
 """
 
 import asyncio
+import contextlib
 import re
+import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
@@ -34,6 +37,7 @@ class Operation(IntEnum):
     PUT = 2
     GET = 3
     KILL = 4
+    FILL = 5
 
 
 class Kind(IntEnum):
@@ -43,6 +47,8 @@ class Kind(IntEnum):
     FILE = 1
     APPEND = 2
     LINK = 3
+    TIME = 4
+    """No file but the time of one: `data` is its seconds since 1970, 8 bytes."""
 
 
 class Answer(NamedTuple):
@@ -124,8 +130,13 @@ class Connection(asyncio.Protocol):
         self._next_id = 1
         self._transport: asyncio.Transport | None = None
 
-    async def request(self, operation: Operation, body: bytes | Iterable[bytes], *, deadline_s: float) -> Answer | None:
-        """The answer, or None when the connection ended first. Raises TimeoutError after `deadline_s`."""
+    async def request(
+        self, operation: Operation, body: bytes | Iterable[bytes], *, deadline_s: float, file: int | None = None
+    ) -> Answer | None:
+        """The answer, or None when the connection ended first. Raises TimeoutError after `deadline_s`.
+
+        `file`: an open descriptor that goes with the request, while nothing else waits to be written.
+        """
         if not self.is_open or self._transport is None:
             return None
         parts = [body] if isinstance(body, bytes) else list(body)
@@ -133,7 +144,11 @@ class Connection(asyncio.Protocol):
         size = _REQUEST.size - _WORD.size + sum(map(len, parts))
         future = self._waiting[identifier] = self._loop.create_future()
         try:
-            self._transport.write(b"".join([_REQUEST.pack(size, operation, identifier), *parts]))
+            frame = b"".join([_REQUEST.pack(size, operation, identifier), *parts])
+            if file is None:
+                self._transport.write(frame)
+            else:
+                _send_with(self._transport, frame, file)
             async with asyncio.timeout(deadline_s):
                 return await future
         finally:
@@ -183,3 +198,10 @@ class Connection(asyncio.Protocol):
             if not future.done():
                 future.set_result(None)
         self._on_lost()
+
+
+def _send_with(transport: asyncio.Transport, frame: bytes, file: int) -> None:
+    """Past the transport, which has no way to send a descriptor. A short frame fits a socket that holds nothing."""
+    assert transport.get_write_buffer_size() == 0, "a descriptor would overtake what waits"
+    with transport.get_extra_info("socket").dup() as ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(ours, [frame], [file])  # one that ended is told by connection_lost

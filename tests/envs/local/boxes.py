@@ -25,6 +25,9 @@ def make_task(path: Path = Path("/nonexistent"), **environment: Any) -> Task:
 
 
 def make_provider(**config: Any) -> LocalProvider:
-    """With soft limits where no cgroups can be written, which is what an unprivileged user must opt in to."""
+    """With soft limits where no cgroups can be written, which is what an unprivileged user must opt in to.
+
+    No box is started ahead, as tests count what there is.
+    """
     soft = {} if IS_ROOT else {"allow_soft_limits": True, "soft_max_processes": 300}
-    return LocalProvider(LocalConfig(**{"max_processes": 128, "network": "none", **soft, **config}))
+    return LocalProvider(LocalConfig(**{"max_processes": 128, "network": "none", "max_warm": 0, **soft, **config}))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from envs.errors import SandboxDied, SandboxError, SandboxRefused
+from envs.local.boxes import BoxStarter
 from envs.local.cgroups import find_cgroups
 from envs.local.layout import bwrap_arguments
 from envs.local.provider import LocalProvider
@@ -89,22 +90,23 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     assert (children(), open_files()) == before and own_cgroups() == []
 
 
-async def test_no_more_boxes_are_created_at_once_than_the_config_says() -> None:
+async def test_no_more_boxes_are_created_at_once_than_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = make_provider(max_creating=2)
+    await provider.provenance()
     creating = 0
     most = 0
-    create = provider._create
+    start = BoxStarter.start
 
     async def counted(*args: object) -> object:
         nonlocal creating, most
         creating += 1
         most = max(most, creating)
         try:
-            return await create(*args)  # type: ignore[arg-type]
+            return await start(*args)  # type: ignore[arg-type]
         finally:
             creating -= 1
 
-    provider._create = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(BoxStarter, "start", counted)
     async with asyncio.TaskGroup() as group:
         for k in range(6):
             group.create_task(play(provider, f"t{k}"))
@@ -188,10 +190,10 @@ async def test_a_killed_launcher_is_replaced(provider: LocalProvider) -> None:
 
 @pytest.mark.timeout(90)
 async def test_processes_killed_at_random_moments_leave_nothing_and_only_typed_failures() -> None:
-    """Launchers, bubblewraps, agents and commands alike, 60 of them, while six rollouts go on."""
+    """Launchers, bubblewraps, agents and commands alike, 60 of them, while six rollouts go on and boxes wait."""
     before = children(), open_files()
     chance = random.Random(0)
-    provider = make_provider()
+    provider = make_provider(max_warm=2)
     await provider.provenance()
     endings: list[str] = []
     is_over = asyncio.Event()
@@ -281,7 +283,7 @@ async def test_an_unisolated_bwrap_is_refused(tmp_path: Path, monkeypatch: pytes
     def without_network_namespace(staged: Staged, *, disk_bytes: int, mounts: tuple[str, ...]) -> list[str]:
         return [each for each in bwrap_arguments(staged, disk_bytes=disk_bytes) if each != "--unshare-net"]
 
-    monkeypatch.setattr("envs.local.provider.bwrap_arguments", without_network_namespace)
+    monkeypatch.setattr("envs.local.boxes.bwrap_arguments", without_network_namespace)
     provider = make_provider()
     with pytest.raises(SandboxRefused, match="shares this process's net namespace"):
         async with provider.start(make_task(), owner="t"):
