@@ -23,6 +23,7 @@ from actors.weight_sync import SyncConfig, WeightSync
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from learners.config import LearnerConfig, Precision
+from recipes.checkpoints import Checkpoints
 from recipes.event_log import read_history
 from recipes.policies import resolve_policy
 from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_set_facts, wait_for_writers
@@ -65,6 +66,7 @@ class Parts:
     weights: WeightSync
     stream: RolloutStream
     ledger: Ledger
+    checkpoints: Checkpoints
     schedule: Schedule
     totals: Totals
     progress: Progress
@@ -173,6 +175,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         weights=weights,
         stream=stream,
         ledger=ledger,
+        checkpoints=Checkpoints(run, learner),
         schedule=schedule,
         totals=Totals(run.last_metrics()),
         progress=Progress(version, history=[row for row in read_history(run.directory) if row[0] <= version.n]),
@@ -196,6 +199,7 @@ async def restore_learner(config: "Config", run: Run, parts: Parts, lost: Learne
     progress, before = parts.progress, parts.progress.version
     parts.watchdog.doing = "restoring the learner"
     progress.is_whole = False  # until the checkpoint is loaded, the learner holds the first weights
+    parts.checkpoints.forget()
     if parts.evaluation is not None:
         await parts.evaluation.cancel()  # of a version that may be thrown away
     progress.num_restores += 1
