@@ -18,7 +18,8 @@ import ray
 from actors.calls import call
 from actors.cluster import Resources
 from actors.creation_gate import start_creation_gate
-from actors.errors import ClusterError
+from actors.errors import ClusterError, DeadlineMissed, PlacementError
+from actors.placement import missing
 from actors.rollout_fleet import RolloutFleet
 from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
 from actors.slots import Slots
@@ -120,7 +121,10 @@ class RolloutPool:
             self.slots.give(size)
 
     async def add_worker(self) -> int:
-        """Starts one more worker, which takes Groups from now on; returns its index."""
+        """Starts one more worker, which takes Groups from now on; returns its index.
+
+        PlacementError naming what is missing when the cluster has no room for it within `start_deadline_s`.
+        """
         if self._start_worker is None:
             raise ValueError("this pool was given no way to start workers; make it with start_rollout_pool")
         index = len(self.fleet.workers)
@@ -129,10 +133,19 @@ class RolloutPool:
             limit = self._config.start_deadline_s
             await call(worker.ready, deadline_s=limit, what=f"start of rollout worker {index}")
             pid = await call(worker.pid, deadline_s=limit, what=f"process of rollout worker {index}")
+        except DeadlineMissed as error:
+            self._end_worker(worker)
+            raise self._unplaced(error) from error
         except BaseException:
             self._end_worker(worker)
             raise
         return self.fleet.add(worker, segment, pid)
+
+    def _unplaced(self, error: DeadlineMissed) -> ClusterError:
+        """What kept a worker from starting, where it was a resource."""
+        each = self._config.resources
+        lacking = missing([{"CPU": each.num_cpus, "GPU": each.num_gpus}])
+        return PlacementError(f"{error}; missing: {lacking}; add nodes or ask for fewer") if lacking else error
 
     async def remove_worker(self, index: int) -> None:
         """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""

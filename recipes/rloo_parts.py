@@ -24,6 +24,7 @@ from envs.task import Task
 from envs.tasksets import resolve_tasks
 from learners.config import LearnerConfig, Precision
 from recipes.checkpoints import Checkpoints
+from recipes.elastic import scaling, server_fleet, worker_fleet
 from recipes.event_log import read_history
 from recipes.policies import resolve_policy
 from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_set_facts, wait_for_writers
@@ -85,7 +86,8 @@ class Parts:
 
     def metrics(self, run: Run) -> dict[str, float]:
         """How buffer and servers are, what died and was made good, and the run's totals."""
-        return self.buffer.metrics() | self.servers.metrics() | self._recoveries(run) | self.count()
+        num_workers = {"rollouts/workers": float(len(self.rollouts.fleet.serving()))}
+        return self.buffer.metrics() | self.servers.metrics() | num_workers | self._recoveries(run) | self.count()
 
     def _recoveries(self, run: Run) -> dict[str, float]:
         """Totals of what was made good; what is new since the last call is an event."""
@@ -164,6 +166,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         )
     if config.admission.every_s:
         await stack.enter_async_context(adapting(rollouts.slots, config.admission, servers.load))
+    await stack.enter_async_context(scaling(run, worker_fleet(rollouts), server_fleet(servers)))
     stream = await stack.enter_async_context(
         rollouts.stream(schedule, config.group_size, buffer, servers.oldest_version, ledger)
     )
