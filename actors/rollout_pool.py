@@ -52,11 +52,15 @@ class RolloutPoolConfig:
     start_deadline_s: float = 120.0
     max_reissues: int = 3
     """How often a Group is played again because its worker died; one more death ends the run."""
+    segment_mb: float = 256.0
+    """A worker's segment of the store that holds so much is full, and the next begun."""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.max_rollouts < 1:
             raise ValueError(f"num_workers and max_rollouts must be >= 1, got {self.num_workers}, {self.max_rollouts}")
+        if self.segment_mb <= 0:
+            raise ValueError(f"segment_mb must be > 0, got {self.segment_mb}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class RolloutPool:
         start_worker: "WorkerStarter | None" = None,
         end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
-        """`segments`: the file that each worker writes, by which the Groups of a dead one are found again.
+        """`segments`: the first file that each worker writes, by which the Groups of a dead one are found again.
 
         `start_worker` makes the worker with a given index, for `add_worker`; `end_worker` ends its process.
         """
@@ -304,7 +308,8 @@ async def start_rollout_pool(
 
     def start_worker(index: int) -> tuple[Any, str]:
         name = f"{prefix}-{index}"
-        started.append(actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate, build=build))
+        parts: dict[str, Any] = {"model": model, "sampler": sampler, "gate": gate, "build": build}
+        started.append(actor.remote(name, episode, store=store, segment_mb=config.segment_mb, **parts))
         return started[-1], f"{name}{SUFFIX}"
 
     try:

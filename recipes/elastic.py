@@ -85,7 +85,7 @@ def worker_fleet(pool: RolloutPool) -> Fleet:
         name="rollout workers",
         wished=lambda wish: wish.workers,
         count=lambda: len(pool.fleet.serving()),
-        grow=pool.add_worker,
+        grow=lambda: pool.add_worker(),
         shrink=lambda: pool.remove_worker(pool.fleet.serving()[-1][0]),
     )
 
@@ -96,7 +96,7 @@ def server_fleet(pool: InferencePool) -> Fleet:
         name="inference servers",
         wished=lambda wish: wish.servers,
         count=lambda: len(pool.servers),
-        grow=pool.add,
+        grow=lambda: pool.add(),
         shrink=lambda: pool.remove(pool.servers[-1].name, DRAIN_S),
     )
 

@@ -43,6 +43,7 @@ from recipes.run import Run, finished_summary
 from recipes.side_evaluation import SideEvaluationConfig
 from trajectories.buffer import EndOfTasks, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle
+from trajectories.segments import prune
 from trajectories.staleness import down_weight
 
 logger = logging.getLogger(__name__)
@@ -218,13 +219,15 @@ async def _step(config: Config, run: Run, parts: Parts) -> dict[str, float]:
 
 async def _begin_checkpoint(config: Config, parts: Parts) -> None:
     """It is written while the next steps are taken; once it counts, older ones may go."""
-    score = trailing_score(parts.progress.history, config.alarms.window)
+    version, score = parts.progress.version, trailing_score(parts.progress.history, config.alarms.window)
 
     def then() -> None:
         retain(config.retention, parts.checkpoints.directory, score=score)
         parts.progress.num_restores = 0
+        if config.disk.keep_steps is not None:
+            prune(parts.ledger, parts.store, version, keep_steps=config.disk.keep_steps)
 
-    await begin_checkpoint(parts.checkpoints, parts.ledger, parts.progress.version, then)
+    await begin_checkpoint(parts.checkpoints, parts.ledger, version, then)
 
 
 async def _train(config: Config, parts: Parts, groups: Sequence[GroupHandle]) -> dict[str, float]:

@@ -66,6 +66,7 @@ class Parts:
     buffer: GroupBuffer
     weights: WeightSync
     stream: RolloutStream
+    store: Path
     ledger: Ledger
     checkpoints: Checkpoints
     schedule: Schedule
@@ -177,6 +178,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         buffer=buffer,
         weights=weights,
         stream=stream,
+        store=store,
         ledger=ledger,
         checkpoints=Checkpoints(run, learner),
         schedule=schedule,

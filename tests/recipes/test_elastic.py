@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ class Counted:
 
 
 async def until(is_true: Callable[[], bool], limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not is_true():
-            await asyncio.sleep(0.005)
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.005)
 
 
 def test_wishes_add_up_and_are_read_as_written(tmp_path: Path) -> None:

@@ -18,13 +18,16 @@ from envs.task import Task
 from learners.plan import BatchPlan
 from recipes import rloo, rloo_parts
 from recipes.audit import audit_store
+from recipes.disk import DiskConfig
 from recipes.event_log import read_history
 from recipes.policies import PolicyConfig
 from tests.recipes.test_schedule import task
 from tests.trajectories.records import scored_group
 from trajectories.handle import GroupHandle, Location, summarize
+from trajectories.ledger_index import GroupState
 from trajectories.schema import PolicyVersion
-from trajectories.store import StoreWriter, read_group, scan_tails
+from trajectories.segments import SegmentedWriter
+from trajectories.store import read_group, scan, scan_tails
 
 TASKS = [task(f"t{index}") for index in range(5)]
 
@@ -157,7 +160,7 @@ class FakeWorker:
 
     def __init__(self, bed: Bed, store: Path, name: str) -> None:
         self._bed, self._store = bed, store
-        self._writer = StoreWriter(store, name)
+        self._writer = SegmentedWriter(store, name, segment_mb=0.005)  # some four Groups
         self.play, self.pid, self.find, self.read, self.close = (
             SimpleNamespace(remote=method) for method in (self._play, self._pid, self._find, self._read, self._close)
         )
@@ -342,6 +345,17 @@ def test_a_finished_run_says_so_and_more_steps_go_on(
     logged = dict(read_history(config.run))
     assert logged[4]["total/seconds"] > logged[2]["total/seconds"], "the second process counts on from the first"
     check_books(config_of(tmp_path, steps=4))
+
+
+@pytest.mark.parametrize("deaths", [[], [7, 15, 16]])
+def test_a_run_that_keeps_few_trajectories_has_books_that_agree(bed: Bed, tmp_path: Path, deaths: list[int]) -> None:
+    bed.driver_dies_at = deaths
+    config = config_of(tmp_path, steps=20, max_staleness=1, disk=DiskConfig(keep_steps=2))
+    assert run_to_its_end(config)[0]["rl_steps"] == 20
+    check_books(config)
+    audit, states = audit_store(config.run, "store")
+    num_left = sum(1 for _ in scan(config.run / "store"))
+    assert audit.num_pruned >= 20 and num_left <= 24 and states[GroupState.CONSUMED] >= 40
 
 
 def test_the_end_of_the_tasks_ends_the_run(bed: Bed, tmp_path: Path) -> None:
