@@ -50,6 +50,7 @@ def ray_head() -> Iterator[Head]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     # Jobs run `python`: the one of this environment.
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["THRESHER_CACHE"] = str(REPOSITORY / ".cache")  # what jobs make outlives their copies of the code
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [
         *(RAY, "start", "--head", "--block", f"--temp-dir={scratch}", "--num-cpus=2", "--node-ip-address=127.0.0.1"),
