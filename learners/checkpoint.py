@@ -54,7 +54,7 @@ class CheckpointWriter:
         """Returns when the state is copied to host memory; a thread writes the copy, and `finish` tells how it went.
 
         It is written beside `directory` and renamed when everything is on disk; an older checkpoint there is replaced.
-        One that was begun before is waited for; only `finish` tells what became of it.
+        One that was begun before is waited for; `finish` no longer tells of it.
         """
         if self._pending is not None:
             wait([self._pending])  # ends: the group that its collectives run in has a timeout
@@ -80,10 +80,9 @@ class CheckpointWriter:
         return self._pending is None or self._pending.done()
 
     def finish(self) -> None:
-        """Waits for the checkpoint that was begun, if one was; CheckpointError when it could not be written."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Waits for the checkpoint that was begun last; CheckpointError, each time, when it could not be written."""
+        if self._pending is not None:
+            self._pending.result()
 
     def _seal_when(self, written: "Future[Any]", pending: "Future[None]", seal: Callable[[], None]) -> None:
         try:

@@ -90,10 +90,11 @@ def test_a_save_in_the_background_that_fails_raises_when_it_is_waited_for(tiny_m
     (tmp_path / "second.old").write_text("in the way of the rename")
     (tmp_path / "second").mkdir()
     learner.begin_save(tmp_path / "second")
-    with pytest.raises(CheckpointError, match="second"):
-        learner.finish_save()
+    for _ in range(2):  # who was interrupted after asking asks again
+        with pytest.raises(CheckpointError, match="second"):
+            learner.finish_save()
     (tmp_path / "second.old").unlink()
-    learner.save(tmp_path / "second")  # what failed before is told once
+    learner.save(tmp_path / "second")
     assert learner.is_saved()
 
 
