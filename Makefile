@@ -26,7 +26,7 @@ marked: setup ## tests with real vLLM, Ray, sandboxes and gloo; those with both 
 exhaustive: setup ## tests of further combinations that take minutes each
 	$(PY) -m pytest -q -m exhaustive $(ARGS)
 
-faults: setup ## kills every part of a run at random moments; takes an hour or so
+faults: setup ## kills every part of a run at random moments; about half an hour
 	$(PY) -m tests.faults.matrix --out benchmarks/results/faults.json $(ARGS)
 	$(PY) -m tests.faults.servers --out benchmarks/results/server_kills.json
 

@@ -1,6 +1,7 @@
 """Failures of the distributed run; importable without Ray.
 
 ClusterError
++-- CheckpointFailed  a checkpoint could not be written; the one before it counts
 +-- DeadlineMissed    somebody did not answer in time; the message names who and for what
 +-- ActorDied         an actor's process is gone
 |   +-- LearnerLost   a learner rank's, and with it the weights since the last checkpoint
@@ -10,6 +11,10 @@ ClusterError
 
 class ClusterError(RuntimeError):
     """Base of what a run may meet between processes."""
+
+
+class CheckpointFailed(ClusterError):
+    """A checkpoint could not be written."""
 
 
 class DeadlineMissed(ClusterError):

@@ -118,7 +118,7 @@ class InferencePool:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._last_seen: dict[str, ServerHealth] = {}
         self._gauges = Gauges()
-        self._groups: list[PlacementGroup] = []
+        self._places: dict[str, PlacementGroup] = {}
         self.servers: tuple[ServerHandle, ...] = ()
         self.is_exact = (
             saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
@@ -213,10 +213,8 @@ class InferencePool:
             await _cancel(watch)
         for server in self.servers:
             self._forget(server)
-        for group in self._groups:
-            remove_placement_group(group)
 
-    async def _reserve(self, num_servers: int) -> list[PlacementGroupSchedulingStrategy | None]:
+    async def _reserve(self, num_servers: int) -> Sequence[PlacementGroup | None]:
         """A place for each server; None where it reserves nothing, or where vLLM places its ranks itself."""
         server = self._config.server
         needs = {"CPU": server.num_cpus, "GPU": 0 if server.spans_nodes else server.num_gpus}
@@ -224,21 +222,20 @@ class InferencePool:
         if not bundle:
             return [None] * num_servers
         what = f"{num_servers} inference server{'s' if num_servers > 1 else ''}"
-        group = await reserve([bundle] * num_servers, what=what, deadline_s=self._config.start_timeout_s)
-        self._groups.append(group)
-        return [
-            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-            for index in range(num_servers)
-        ]
+        return await reserve([bundle] * num_servers, what=what, deadline_s=self._config.start_timeout_s)
 
-    def _new_server(self, place: PlacementGroupSchedulingStrategy | None) -> ServerHandle:
+    def _new_server(self, place: PlacementGroup | None) -> ServerHandle:
         name = f"server-{next(self._numbers)}"
+        if place is not None:
+            self._places[name] = place
         actor = _actor(self._config, place, name=f"{self.id}/{name}")
         return ServerHandle(name, actor.remote(name, self._model, self._config.server))
 
     def _forget(self, server: ServerHandle) -> None:
         self.servers = tuple(other for other in self.servers if other is not server)
         ray.kill(server.actor)
+        if (place := self._places.pop(server.name, None)) is not None:
+            remove_placement_group(place)  # to whoever waits for it
 
     def _watch(self, server: ServerHandle) -> None:
         watch = self._watches[server.name] = asyncio.create_task(self._keep_alive(server))
@@ -309,10 +306,10 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
 
 
-def _actor(config: InferencePoolConfig, place: PlacementGroupSchedulingStrategy | None, *, name: str) -> Any:
+def _actor(config: InferencePoolConfig, place: PlacementGroup | None, *, name: str) -> Any:
     return ray.remote(InferenceServer).options(
         name=name,
-        scheduling_strategy=place,
+        scheduling_strategy=None if place is None else PlacementGroupSchedulingStrategy(placement_group=place),
         num_cpus=config.server.num_cpus,
         num_gpus=0 if config.server.spans_nodes else config.server.num_gpus,
         max_concurrency=256,

@@ -18,13 +18,14 @@ import ray
 
 from actors.calls import call
 from actors.cluster import Resources
-from actors.errors import ActorDied, LearnerLost
+from actors.errors import ActorDied, CheckpointFailed, DeadlineMissed, LearnerLost
 from actors.weight_objects import put_stage
 from actors.weight_stage import Manifest, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
 from trajectories.schema import PolicyVersion
 
+_SAVE_POLL_S = 0.1
 _DEATH_NOTICE_S = 20.0
 """How long after one rank's failure Ray may take to tell that it was another one's death."""
 
@@ -88,9 +89,23 @@ class LearnerRank:
         """See Learner."""
         return self._learner.sequence_logprobs(plan, store=self._store)
 
-    def save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path) -> None:
         """See Learner."""
-        self._learner.save(directory)
+        self._learner.begin_save(directory)
+
+    def is_saved(self) -> bool:
+        """See Learner."""
+        return self._learner.is_saved()
+
+    def finish_save(self) -> str | None:
+        """See Learner; what kept the checkpoint from being written, in words: the driver has no torch to unpickle."""
+        from learners.checkpoint import CheckpointError
+
+        try:
+            self._learner.finish_save()
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def load(self, directory: Path) -> None:
         """See Learner."""
@@ -189,9 +204,27 @@ class LearnerGroup:
         per_rank = await self._each("sequence_logprobs", [(share,) for share in self._shares(plan)])
         return [value for values in per_rank[:: self._learner.sequence_parallel] for value in values]
 
-    async def save(self, directory: Path) -> None:
-        """Writes a complete checkpoint."""
-        await self._each("save", [(directory,)] * len(self._ranks))
+    async def begin_save(self, directory: Path) -> None:
+        """Copies what a checkpoint holds; the ranks write it while they train on. One begun before is waited for."""
+        await self._each("begin_save", [(directory,)] * len(self._ranks))
+
+    async def is_saved(self) -> bool:
+        """Whether the checkpoint that was begun is complete; CheckpointFailed when it cannot become so."""
+        if not all(await self._each("is_saved")):
+            return False
+        if reasons := [reason for reason in await self._each("finish_save") if reason is not None]:
+            raise CheckpointFailed(f"the checkpoint could not be written: {reasons[0]}; the run's last one counts")
+        return True
+
+    async def finish_save(self) -> None:
+        """Returns when the checkpoint that was begun is complete; DeadlineMissed after `step_deadline_s`."""
+        deadline = time.monotonic() + self._config.step_deadline_s
+        # Asked again and again, since a rank that waited for its disk could not train meanwhile.
+        while not await self.is_saved():
+            if time.monotonic() > deadline:
+                limit = self._config.step_deadline_s
+                raise DeadlineMissed(f"the checkpoint is not written within learner.step_deadline_s={limit:g} s")
+            await asyncio.sleep(_SAVE_POLL_S)
 
     async def load(self, directory: Path) -> None:
         """Restores a complete checkpoint."""

@@ -1,6 +1,7 @@
-"""Places for actors: a placement group that comes within a deadline, or an error that names what is missing.
+"""Places for actors: placement groups that come within a deadline, or an error that names what is missing.
 
-Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py.
+Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py; actors/rollout_pool.py names
+with `missing` what keeps a worker from starting.
 """
 
 import asyncio
@@ -9,51 +10,75 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from actors.errors import PlacementError
 
 
-async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline_s: float) -> PlacementGroup:
-    """A placement group of these bundles, each on one node.
+async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline_s: float) -> list[PlacementGroup]:
+    """A placement group for each bundle, on one node each, so that each can be given back alone.
 
     Raises PlacementError after the deadline: it names the resources, how much was asked for, and what was free.
     """
-    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    groups = [placement_group([dict(bundle)], strategy="STRICT_PACK") for bundle in bundles]
     try:
-        # Awaited as a reference: `wait` would block the loop.
-        await asyncio.wait_for(_as_future(group.ready()), deadline_s)
+        async with asyncio.timeout(deadline_s):
+            for group in groups:
+                await _as_future(group.ready())  # awaited as a reference: `wait` would block the loop
     except TimeoutError as error:
-        free, total = ray.available_resources(), ray.cluster_resources()
-        remove_placement_group(group)
-        raise PlacementError(_missing(bundles, free, total, what=what, deadline_s=deadline_s)) from error
+        held = [bundle for group, bundle in zip(groups, bundles, strict=True) if _is_reserved(group)]
+        lacking = missing(bundles, held=held)
+        _remove(groups)
+        raise PlacementError(
+            f"{what}: no place within {deadline_s:g} s; missing: {lacking or _scattered(bundles)}; lower the counts or "
+            "add nodes"
+        ) from error
     except BaseException:
-        remove_placement_group(group)
+        _remove(groups)
         raise
-    return group
+    return groups
+
+
+def missing(bundles: Sequence[Mapping[str, float]], *, held: Sequence[Mapping[str, float]] = ()) -> str:
+    """The resources of which less is free than the bundles take together; "" where every sum fits.
+
+    `held`: those of the bundles that are reserved already, and so free for them.
+    """
+    wanted, free = _sums(bundles), Counter(ray.available_resources())
+    free.update(_sums(held))
+    total = ray.cluster_resources()
+    return ", ".join(
+        f"{amount:g} {name} ({free[name]:g} free of {total.get(name, 0):g} in the cluster)"
+        for name, amount in wanted.items()
+        if free[name] < amount
+    )
+
+
+def _sums(bundles: Sequence[Mapping[str, float]]) -> "Counter[str]":
+    sums: Counter[str] = Counter()
+    for bundle in bundles:
+        sums.update({name: amount for name, amount in bundle.items() if amount})
+    return sums
+
+
+def _scattered(bundles: Sequence[Mapping[str, float]]) -> str:
+    """Where every sum fits, no single node has room for the largest bundle."""
+    return f"a node with room for {dict(max(bundles, key=lambda bundle: sum(bundle.values())))} (the sums fit)"
 
 
 async def _as_future(reference: Any) -> Any:
     return await reference
 
 
-def _missing(
-    bundles: Sequence[Mapping[str, float]],
-    free: Mapping[str, float],
-    total: Mapping[str, float],
-    *,
-    what: str,
-    deadline_s: float,
-) -> str:
-    wanted: Counter[str] = Counter()
-    for bundle in bundles:
-        wanted.update({name: amount for name, amount in bundle.items() if amount})
-    each = max(bundles, key=lambda bundle: sum(bundle.values()))
-    lines = [
-        f"{amount:g} {name} ({free.get(name, 0):g} free of {total.get(name, 0):g} in the cluster)"
-        for name, amount in wanted.items()
-        if free.get(name, 0) < amount
-    ]
-    # Where every sum fits, no single node has room for the largest bundle.
-    shortage = ", ".join(lines) or f"a node with room for {dict(each)} (the sums fit, but spread over nodes)"
-    return f"{what}: no place within {deadline_s:g} s; missing: {shortage}; lower the counts or add nodes"
+def _is_reserved(group: PlacementGroup) -> bool:
+    return placement_group_table(group).get("state") == "CREATED"
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)

@@ -155,7 +155,7 @@ class RolloutFleet:
                 self.num_lost += 1
                 logger.error("worker=%d did not come back; its Groups go to the others", index)
             place.life += 1  # only now: who was sent to the dead process meanwhile need not end the new one
-            handles = await self.call_any("find", {place.segment: place.reported_to}, deadline_s=_FIND_DEADLINE_S)
+            handles = await self.call_any("find", dict(place.reported_to), deadline_s=_FIND_DEADLINE_S)
             for handle in handles:
                 place.reported(handle.location)
             place.found |= {handle.group_id: handle for handle in handles if handle.group_id in place.running}
@@ -186,7 +186,6 @@ class _Place:
     """One worker, over all the processes that it had."""
 
     def __init__(self, segment: str, pid: int) -> None:
-        self.segment = segment
         self.pid = pid
         self.life = 0
         """Processes before this one."""
@@ -197,16 +196,19 @@ class _Place:
         """Group id -> rollouts."""
         self.found: dict[str, GroupHandle] = {}
         """Groups of the last dead process that are in the store and that nobody has picked up yet."""
-        self.reported_to = 0
-        """Byte of the segment up to which every frame was reported."""
-        self._ahead: dict[int, int] = {}
-        """Frames reported behind that byte: offset -> length."""
+        self.reported_to = {segment: 0}
+        """Segment that it wrote -> byte up to which every frame was reported."""
+        self._ahead: dict[tuple[str, int], int] = {}
+        """Frames reported behind those bytes: (segment, offset) -> length."""
 
     def reported(self, location: Location) -> None:
         """A frame's handle has come."""
-        self._ahead[location.offset] = location.length
-        while (length := self._ahead.pop(self.reported_to, None)) is not None:
-            self.reported_to += length
+        segment = location.segment
+        self._ahead[segment, location.offset] = location.length
+        end = self.reported_to.setdefault(segment, 0)
+        while (length := self._ahead.pop((segment, end), None)) is not None:
+            end += length
+        self.reported_to[segment] = end
 
 
 def _first_line(error: Exception) -> str:

@@ -18,7 +18,8 @@ import ray
 from actors.calls import call
 from actors.cluster import Resources
 from actors.creation_gate import start_creation_gate
-from actors.errors import ClusterError
+from actors.errors import ClusterError, DeadlineMissed, PlacementError
+from actors.placement import missing
 from actors.rollout_fleet import RolloutFleet
 from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
 from actors.slots import Slots
@@ -51,11 +52,15 @@ class RolloutPoolConfig:
     start_deadline_s: float = 120.0
     max_reissues: int = 3
     """How often a Group is played again because its worker died; one more death ends the run."""
+    segment_mb: float = 256.0
+    """A worker's segment of the store that holds so much is full, and the next begun."""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.max_rollouts < 1:
             raise ValueError(f"num_workers and max_rollouts must be >= 1, got {self.num_workers}, {self.max_rollouts}")
+        if self.segment_mb <= 0:
+            raise ValueError(f"segment_mb must be > 0, got {self.segment_mb}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ class RolloutPool:
         start_worker: "WorkerStarter | None" = None,
         end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
-        """`segments`: the file that each worker writes, by which the Groups of a dead one are found again.
+        """`segments`: the first file that each worker writes, by which the Groups of a dead one are found again.
 
         `start_worker` makes the worker with a given index, for `add_worker`; `end_worker` ends its process.
         """
@@ -120,7 +125,10 @@ class RolloutPool:
             self.slots.give(size)
 
     async def add_worker(self) -> int:
-        """Starts one more worker, which takes Groups from now on; returns its index."""
+        """Starts one more worker, which takes Groups from now on; returns its index.
+
+        PlacementError naming what is missing when the cluster has no room for it within `start_deadline_s`.
+        """
         if self._start_worker is None:
             raise ValueError("this pool was given no way to start workers; make it with start_rollout_pool")
         index = len(self.fleet.workers)
@@ -129,10 +137,19 @@ class RolloutPool:
             limit = self._config.start_deadline_s
             await call(worker.ready, deadline_s=limit, what=f"start of rollout worker {index}")
             pid = await call(worker.pid, deadline_s=limit, what=f"process of rollout worker {index}")
+        except DeadlineMissed as error:
+            self._end_worker(worker)
+            raise self._unplaced(error) from error
         except BaseException:
             self._end_worker(worker)
             raise
         return self.fleet.add(worker, segment, pid)
+
+    def _unplaced(self, error: DeadlineMissed) -> ClusterError:
+        """What kept a worker from starting, where it was a resource."""
+        each = self._config.resources
+        lacking = missing([{"CPU": each.num_cpus, "GPU": each.num_gpus}])
+        return PlacementError(f"{error}; missing: {lacking}; add nodes or ask for fewer") if lacking else error
 
     async def remove_worker(self, index: int) -> None:
         """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""
@@ -291,7 +308,8 @@ async def start_rollout_pool(
 
     def start_worker(index: int) -> tuple[Any, str]:
         name = f"{prefix}-{index}"
-        started.append(actor.remote(name, episode, store=store, model=model, sampler=sampler, gate=gate, build=build))
+        parts: dict[str, Any] = {"model": model, "sampler": sampler, "gate": gate, "build": build}
+        started.append(actor.remote(name, episode, store=store, segment_mb=config.segment_mb, **parts))
         return started[-1], f"{name}{SUFFIX}"
 
     try:

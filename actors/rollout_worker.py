@@ -21,7 +21,8 @@ from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
 from trajectories.handle import GroupHandle, Location, summarize
-from trajectories.store import StoreWriter, read_group, scan_tails
+from trajectories.segments import SegmentedWriter, later_segments
+from trajectories.store import read_group, scan_tails
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class EpisodeBuilder(Protocol):
 
 
 class RolloutWorker:
-    """Plays Groups with one Episode config, writing to a segment of its own."""
+    """Plays Groups with one Episode config, writing to segments of its own."""
 
     def __init__(
         self,
@@ -59,13 +60,14 @@ class RolloutWorker:
         sampler: Sampler | Teacher | None,
         gate: CreationGate | None = None,
         build: EpisodeBuilder = build_episode,
+        segment_mb: float = 256.0,
     ) -> None:
         gc.freeze()
         gc.set_threshold(*COLLECT_AFTER)
         self._config = config
         self._episode = build(config, model=model, sampler=sampler, run=store.parent.name, gate=gate)
         self._store = store
-        self._writer = StoreWriter(store, name)
+        self._writer = SegmentedWriter(store, name, segment_mb=segment_mb)
         self._writing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
     async def ready(self) -> dict[str, str]:
@@ -85,10 +87,8 @@ class RolloutWorker:
         return summarize(group, location)
 
     async def find(self, starts: Mapping[str, int]) -> list[GroupHandle]:
-        """Groups in the named segments of the store, each read from the byte given."""
-        return await asyncio.to_thread(
-            lambda: [summarize(group, location) for location, group in scan_tails(self._store, starts)]
-        )
+        """Groups in the named segments of the store, each read from the byte given, and in those that came after."""
+        return await asyncio.to_thread(self._find, starts)
 
     async def read(self, locations: Sequence[Location]) -> list[GroupHandle]:
         """Handles of stored Groups."""
@@ -100,6 +100,10 @@ class RolloutWorker:
         """Flushes the segment to disk and frees what the sandbox provider keeps."""
         await self._write(self._writer.close)
         await self._episode.provider.close()
+
+    def _find(self, starts: Mapping[str, int]) -> list[GroupHandle]:
+        later = dict.fromkeys(later_segments(self._store, starts), 0)
+        return [summarize(group, location) for location, group in scan_tails(self._store, {**starts, **later})]
 
     async def _write(self, method: Callable[..., T], *args: Any) -> T:
         """Off the loop, since encoding takes milliseconds and the disk any time; in one thread, so in order."""

@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(Exception):
-    """The directory is no checkpoint that this Learner can load; the message says why."""
+    """The directory is no checkpoint that this Learner can load, or could not become one; the message says why."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one rank, one at a time; all ranks call the same verbs together."""
+    """Writes the checkpoints of one rank, one at a time, while it trains on; all ranks call the same verbs together."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
@@ -43,20 +44,6 @@ class CheckpointWriter:
         self._group = group
         self._pending: Future[None] | None = None
 
-    def save(
-        self,
-        directory: Path,
-        weights: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        progress: Mapping[str, int],
-    ) -> None:
-        """Writes beside `directory` and renames when everything is on disk; an older checkpoint there is replaced."""
-        self.finish()
-        partial, state = self._prepare(directory, weights, optimizer)
-        writer = FileSystemWriter(partial, sync_files=True)
-        state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
-        self._commit(partial, directory, _shapes_digest(weights), dict(progress))
-
     def begin(
         self,
         directory: Path,
@@ -64,51 +51,61 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, int],
     ) -> None:
-        """As `save`, but returns when the state is copied to host memory; a thread writes the copy."""
-        self.finish()
-        partial, state = self._prepare(directory, weights, optimizer)
-        writer = FileSystemWriter(partial, sync_files=True)
-        written = state_dict_saver.async_save(state, storage_writer=writer, process_group=self._group)
-        assert isinstance(written, Future)
-        commit = (partial, directory, _shapes_digest(weights), dict(progress))
-        pending = self._pending = Future[None]()
-        threading.Thread(target=self._commit_when, args=(written, pending, commit), daemon=True).start()
+        """Returns when the state is copied to host memory; a thread writes the copy, and `finish` tells how it went.
+
+        It is written beside `directory` and renamed when everything is on disk; an older checkpoint there is replaced.
+        One that was begun before is waited for; `finish` no longer tells of it.
+        """
+        if self._pending is not None:
+            wait([self._pending])  # ends: the group that its collectives run in has a timeout
+        unsealed = directory.with_name(directory.name + ".partial")
+        pending = Future[None]()
+        try:
+            self._on_first_rank(lambda: _make_empty(unsealed))
+        except CheckpointError as error:
+            pending.set_exception(error)
+        else:
+            _fill_moments(optimizer)
+            marker = {"format": FORMAT, "shapes": _shapes_digest(weights), "progress": dict(progress)}
+            state = _state(weights, optimizer) | _random_state(self._rank)
+            writer = FileSystemWriter(unsealed, sync_files=True)
+            written = state_dict_saver.async_save(state, storage_writer=writer, process_group=self._group)
+            seal = partial(_seal, unsealed, directory, marker)
+            threading.Thread(target=self._seal_when, args=(written, pending, seal), daemon=True).start()
+        self._pending = pending
+
+    @property
+    def is_done(self) -> bool:
+        """False while the checkpoint that was begun is being written, well or not."""
+        return self._pending is None or self._pending.done()
 
     def finish(self) -> None:
-        """Waits for the checkpoint that was begun, if one was; raises what went wrong with it."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()  # ends: the group that its collectives run in has a timeout
+        """Waits for the checkpoint that was begun last; CheckpointError, each time, when it could not be written."""
+        if self._pending is not None:
+            self._pending.result()
 
-    def _prepare(
-        self, directory: Path, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> tuple[Path, dict[str, Tensor]]:
-        """The directory to write into, empty and there on all ranks, and what to write."""
-        partial = directory.with_name(directory.name + ".partial")
-        if self._rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier(group=self._group)
-        _fill_moments(optimizer)
-        return partial, _state(weights, optimizer) | _random_state(self._rank)
-
-    def _commit_when(self, written: "Future[Any]", pending: "Future[None]", commit: tuple[Any, ...]) -> None:
+    def _seal_when(self, written: "Future[Any]", pending: "Future[None]", seal: Callable[[], None]) -> None:
         try:
             written.result()
-            self._commit(*commit)
-        except BaseException as error:  # handed to whoever waits in `finish`
+            self._on_first_rank(seal)
+        except CheckpointError as error:
             pending.set_exception(error)
+        except BaseException as error:  # torch's CheckpointException is none of Exception
+            pending.set_exception(CheckpointError((str(error).strip().splitlines() or [repr(error)])[-1]))
         else:
             pending.set_result(None)
 
-    def _commit(self, partial: Path, directory: Path, shapes: str, progress: dict[str, int]) -> None:
-        dist.barrier(group=self._group)
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Works on rank 0; CheckpointError on every rank when that fails, so that none waits for another for ever."""
+        failure: list[str | None] = [None]
         if self._rank == 0:
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-            marker = {"format": FORMAT, "shapes": shapes, "progress": progress, "files": files}
-            _write_synced(partial / COMPLETE, json.dumps(marker))
-            _replace(partial, directory)
-        dist.barrier(group=self._group)
+            try:
+                work()
+            except OSError as error:
+                failure = [str(error)]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        if failure[0] is not None:
+            raise CheckpointError(failure[0])
 
 
 def load_checkpoint(
@@ -197,11 +194,34 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(partial: Path, directory: Path) -> None:
-    """Moves `partial` to `directory`; what was there goes away only after the new one is in place."""
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _seal(unsealed: Path, directory: Path, marker: Mapping[str, Any]) -> None:
+    """Marks what all ranks have written as complete and puts it in its place."""
+    files = {path.name: path.stat().st_size for path in sorted(unsealed.iterdir())}
+    _write_synced(unsealed / COMPLETE, json.dumps({**marker, "files": files}))
+    _sync_directory(unsealed)
+    _replace(unsealed, directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    """After this the names in it outlast a power failure; a run may say that it goes on from them."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _replace(unsealed: Path, directory: Path) -> None:
+    """Moves `unsealed` to `directory`; what was there goes away only after the new one is in place."""
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         directory.rename(old)
-    partial.rename(directory)
+    unsealed.rename(directory)
+    _sync_directory(directory.parent)
     shutil.rmtree(old, ignore_errors=True)

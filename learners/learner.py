@@ -178,15 +178,20 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Writes a complete checkpoint: weights, optimizer, step, skipped steps and random state."""
-        self._writer.save(directory, self._checkpointed_weights(), self._optimizer, self._progress())
+        self.begin_save(directory)
+        self.finish_save()
 
     def begin_save(self, directory: Path) -> None:
         """Copies what a checkpoint holds and writes it while training goes on; `finish_save` says when it is there."""
         self._writer.begin(directory, self._checkpointed_weights(), self._optimizer, self._progress())
 
     def finish_save(self) -> None:
-        """Waits for the checkpoint that `begin_save` began; raises what kept it from being written."""
+        """Waits for the checkpoint that `begin_save` began; CheckpointError saying what kept it from being written."""
         self._writer.finish()
+
+    def is_saved(self) -> bool:
+        """Whether `finish_save` would not wait."""
+        return self._writer.is_done
 
     def load(self, directory: Path) -> None:
         """Restores a complete checkpoint, saved by any number of ranks; CheckpointError when it is not one of ours."""

@@ -50,7 +50,7 @@ def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[
     Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
     without a completion marker (being written, or not ours) are left alone.
     """
-    names = sorted((path.name for path in root.iterdir() if (path / MARKER).is_file()), key=_order)
+    names = sorted((path.name for path in root.iterdir() if (path / MARKER).is_file()), key=order_of)
     if not names:
         return []
     if score is not None:
@@ -60,7 +60,7 @@ def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[
         for index, name in enumerate(names)
         if (root / name / SCORE).is_file()
     }
-    stay = kept(config, [_order(name)[1] for name in names], scores)
+    stay = kept(config, [order_of(name)[1] for name in names], scores)
     removed = [name for index, name in enumerate(names) if index not in stay]
     for name in removed:
         doomed = root / f"{name}.old"
@@ -69,7 +69,7 @@ def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[
     return removed
 
 
-def _order(name: str) -> tuple[int, int]:
-    """(lineage, step)."""
+def order_of(name: str) -> tuple[int, int]:
+    """(lineage, step) of a checkpoint, the later one the greater: "0-000020" -> (0, 20)."""
     lineage, _, step = name.partition("-")
     return int(lineage), int(step)

@@ -18,7 +18,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from trajectories.schema import DEFAULT_TREATMENTS, PolicyVersion
 from trajectories.store import SUFFIX, scan, scan_journal, segments_in_use
 from trajectories.validity import member_reward
 
+KINDS = ("lost", "duplicated", "trained_twice", "too_stale", "unaccounted")
+"""What may be wrong."""
 _MAX_NAMED = 8
 
 
@@ -55,11 +57,13 @@ class Audit:
     trained_twice: tuple[str, ...]
     too_stale: tuple[str, ...]
     unaccounted: tuple[str, ...]
+    num_pruned: int
+    """Groups whose payloads were removed by retention, as the ledger says; nothing is wrong with them."""
 
     @property
     def num_findings(self) -> int:
         """0 when everything agrees."""
-        return sum(len(getattr(self, field.name)) for field in fields(self))
+        return sum(len(getattr(self, kind)) for kind in KINDS)
 
 
 async def main(config: Config) -> None:
@@ -72,10 +76,11 @@ async def main(config: Config) -> None:
         audit, states = audit_store(config.run, journal.parent.name)
         num_findings += audit.num_findings
         counts = ", ".join(f"{states[state]} {state}" for state in GroupState)
-        print(f"{config.run / journal.parent.name}: {sum(states.values())} Groups: {counts}")
-        for field in fields(audit):
-            found: tuple[str, ...] = getattr(audit, field.name)
-            print(f"  {field.name.replace('_', ' '):<14}{len(found):>6}")
+        pruned = f"; {audit.num_pruned} payloads pruned" if audit.num_pruned else ""
+        print(f"{config.run / journal.parent.name}: {sum(states.values())} Groups: {counts}{pruned}")
+        for kind in KINDS:
+            found: tuple[str, ...] = getattr(audit, kind)
+            print(f"  {kind.replace('_', ' '):<14}{len(found):>6}")
             for line in found[:_MAX_NAMED]:
                 print(f"    {line}")
     if num_findings:
@@ -106,6 +111,7 @@ def audit_store(run: Path, store: str) -> tuple[Audit, Counter[GroupState]]:
         trained_twice=tuple(_trained_twice(index)),
         too_stale=tuple(_too_stale(index, stored, _bound(config["config"]))),
         unaccounted=tuple(f"group {group_id} is in the store only" for group_id in stored if not index.group(group_id)),
+        num_pruned=index.num_pruned(),
     )
     return audit, Counter(row.state for row in index.groups())
 
@@ -129,7 +135,10 @@ def _read_store(store: Path) -> dict[str, _Stored]:
 
 
 def _missing_frames(index: LedgerIndex, stored: dict[str, _Stored], store: Path) -> Iterator[str]:
+    pruned = index.pruned_segments()
     for group_id, location in index.frames():
+        if location.segment in pruned:
+            continue
         if group_id not in stored or location not in stored[group_id].locations:
             yield f"group {group_id} is not at {store / location.segment}:{location.offset}"
 

@@ -1,7 +1,8 @@
 """Disk budgets: what a run's directory holds, and when the run must end before the disk does.
 
 Invariant: a run that is over its budget ends saved, with one line that names what takes the space; nothing is deleted
-here. Called by recipes/rloo.py after each step.
+here: checkpoints go by learners/retention.py, trajectories by trajectories/segments.py. Called by recipes/rloo.py after
+each step.
 """
 
 import shutil
@@ -19,6 +20,9 @@ class DiskConfig:
 
     budget_gb: float | None = None
     """The run ends, saved, when its directory holds more; None sets no limit."""
+    keep_steps: int | None = None
+    """Trajectories that were trained on so many steps before the last checkpoint may go, a full segment of the store at
+    a time (rollouts.segment-mb); the ledger keeps what became of them. None keeps all."""
     least_free_gb: float = 0.5
     """The run ends, saved, when less than this is free on its disk: room for the last checkpoint."""
 
@@ -27,6 +31,8 @@ class DiskConfig:
             raise ValueError(
                 f"budget_gb must be > 0 and least_free_gb >= 0, got {self.budget_gb} and {self.least_free_gb}"
             )
+        if self.keep_steps is not None and self.keep_steps < 0:
+            raise ValueError(f"keep_steps must be >= 0, got {self.keep_steps}")
 
 
 def disk_usage(directory: Path) -> dict[str, float]:
@@ -45,7 +51,8 @@ def over_budget(usage: Mapping[str, float], config: DiskConfig) -> str | None:
     if config.budget_gb is not None and usage["disk/run_gb"] > config.budget_gb:
         return (
             f"the run directory holds {usage['disk/run_gb']:.2f} GB ({held}), over "
-            f"disk.budget_gb={config.budget_gb:g}: remove old checkpoints or raise the budget"
+            f"disk.budget_gb={config.budget_gb:g}: keep fewer checkpoints (--retention.last) or "
+            "trajectories (--disk.keep-steps), or raise the budget"
         )
     if usage["disk/free_gb"] < config.least_free_gb:
         return (

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.inference_config import InferencePoolConfig
-from actors.inference_pool import start_inference_pool
+from actors.inference_pool import InferencePool, start_inference_pool
 from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, start_rollout_pool
 from envs.build import EpisodeConfig, HarnessName
 from envs.errors import BudgetExceeded
 from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
 from envs.task import Task
+from recipes.elastic import Fleet, fixed_fleet, scaling, server_fleet, worker_fleet
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.resume import task_set_facts, wait_for_writers
 from recipes.run import Run
@@ -42,6 +43,8 @@ class Served:
     model: Path | None
     facts: dict[str, Any]
     """For the summary: the model and the engine's class."""
+    servers: InferencePool | None = None
+    """Where a policy is served."""
 
 
 def player_of(policy: PolicyConfig, episode: EpisodeConfig, teacher: Teacher) -> Path | HarnessName | Teacher:
@@ -68,7 +71,8 @@ async def serve(player: Path | HarnessName | Teacher, config: InferencePoolConfi
         return
     model = player
     async with start_inference_pool(config, model=model) as pool:
-        yield Served(sampler=pool.sampler(), model=model, facts={"model": str(model), "engine": pool.engine})
+        facts = {"model": str(model), "engine": pool.engine}
+        yield Served(sampler=pool.sampler(), model=model, facts=facts, servers=pool)
 
 
 async def play_tasks(
@@ -107,13 +111,27 @@ async def play_tasks(
         ) as workers:
             facts["sandbox"] = workers.sandbox
             with run.progress(what, total=len(missing)) as progress, _ending_at_budget(facts):
-                async for handle in workers.play_all(missing, attempts, ledger):
-                    handles[handle.group_id] = handle
-                    progress.advance()
+                async with scaling(run, *_fleets(served, workers)):
+                    async for handle in workers.play_all(missing, attempts, ledger):
+                        handles[handle.group_id] = handle
+                        progress.advance()
             facts |= _report_recoveries(run, workers)
     if isinstance(served.sampler, Teacher):
         facts["usage"] = dataclasses.asdict(usage_of(store))
     return [handles[task.id] for task in tasks if task.id in handles], facts
+
+
+def _fleets(served: Served, workers: RolloutPool) -> tuple[Fleet, Fleet]:
+    """What may grow and shrink while Tasks are played."""
+    num_workers = len(workers.fleet.serving())
+    if isinstance(served.sampler, Teacher):
+        why = "the teacher's budget is shared among the workers that it started with"
+        moving = fixed_fleet("rollout workers", lambda wish: wish.workers, num_workers, why)
+    else:
+        moving = worker_fleet(workers)
+    if served.servers is None:
+        return moving, fixed_fleet("inference servers", lambda wish: wish.servers, 0, "this run serves no policy")
+    return moving, server_fleet(served.servers)
 
 
 def issue_missing(tasks: Sequence[Task], stored: Mapping[str, GroupHandle], ledger: Ledger) -> list[GroupRequest]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from actors.errors import DeadlineMissed
 from actors.learner_group import LearnerGroup
 from actors.rollout_pool import RolloutPool
 from envs.task import Task
+from learners.retention import order_of
+from recipes.checkpoints import Checkpoints, sweep
 from recipes.run import Run
 from recipes.schedule import Schedule
 from trajectories.buffer import GroupBuffer
@@ -34,21 +36,28 @@ WRITERS_DEADLINE_S = 90.0
 _POLL_S = 0.5
 
 
-async def checkpoint(run: Run, learner: LearnerGroup, ledger: Ledger, version: PolicyVersion) -> None:
-    """Writes a checkpoint and points the run at it; the weights of one that is there already are kept."""
-    state = run.load_state()
-    if state is not None and state["n"] == version.n:
+async def begin_checkpoint(
+    checkpoints: Checkpoints, ledger: Ledger, version: PolicyVersion, then: Callable[[], None] = lambda: None
+) -> None:
+    """Begins the checkpoint of `version`, unless its weights are in one already; `then` when the run goes on from it.
+
+    The ledger is on the disk up to it before it counts; the Groups of later steps are not among those that it counts.
+    """
+    newest = checkpoints.newest_state
+    if newest is not None and newest["n"] == version.n:
         return
     name = f"{version.lineage}-{version.n:06d}"
-    await learner.save(run.directory / "checkpoints" / name)
     frontier = dataclasses.asdict(ledger.frontier(version))
-    run.save_state({"checkpoint": name, "lineage": version.lineage, "n": version.n, "frontier": frontier})
+    state = {"checkpoint": name, "lineage": version.lineage, "n": version.n, "frontier": frontier}
+    await checkpoints.begin(name, state, then)
 
 
 async def restore(run: Run, learner: LearnerGroup, ledger: Ledger) -> PolicyVersion:
     """Loads the last checkpoint into a learner that holds the first weights; returns the version of a new lineage."""
     lineages = ledger.index.parents()
     state = run.load_state()
+    last = (-1, -1) if state is None else (state["lineage"], state["n"])
+    sweep(run.directory / "checkpoints", keep=lambda name: order_of(name) <= last)
     if state is None:
         n = 0
     elif "frontier" not in state:

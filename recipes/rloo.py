@@ -37,12 +37,13 @@ from recipes.interrupt import finish
 from recipes.launch import launch
 from recipes.policies import PolicyConfig
 from recipes.progress import Bar
-from recipes.resume import checkpoint
+from recipes.resume import begin_checkpoint
 from recipes.rloo_parts import Parts, assemble, restore_learner, summarize_run
 from recipes.run import Run, finished_summary
 from recipes.side_evaluation import SideEvaluationConfig
 from trajectories.buffer import EndOfTasks, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle
+from trajectories.segments import prune
 from trajectories.staleness import down_weight
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ async def _train_to_the_end(config: Config, run: Run, parts: Parts) -> str:
             try:
                 if (ended_by := await _train_on(config, run, parts, bar)) is not None:
                     await _finish_evaluation(run, parts)
-                    await _save(run, parts)
+                    await _save(config, run, parts)
                     return ended_by
             except LearnerLost as lost:
                 if _is_interrupted():
@@ -209,13 +210,24 @@ async def _step(config: Config, run: Run, parts: Parts) -> dict[str, float]:
     metrics |= {f"alarm/{name}": 1.0 for name in alarms}
     run.log(progress.version.n, metrics)
     parts.ledger.write()
+    await parts.checkpoints.poll()
     if progress.version.n % config.checkpoint_every == 0:
-        watchdog.doing = f"writing the checkpoint of version {progress.version.n}"
-        await checkpoint(run, parts.learner, parts.ledger, progress.version)
-        score = trailing_score(progress.history, config.alarms.window)
-        retain(config.retention, run.directory / "checkpoints", score=score)
-        progress.num_restores = 0
+        watchdog.doing = f"beginning the checkpoint of version {progress.version.n}"
+        await _begin_checkpoint(config, parts)
     return metrics
+
+
+async def _begin_checkpoint(config: Config, parts: Parts) -> None:
+    """It is written while the next steps are taken; once it counts, older ones may go."""
+    version, score = parts.progress.version, trailing_score(parts.progress.history, config.alarms.window)
+
+    def then() -> None:
+        retain(config.retention, parts.checkpoints.directory, score=score)
+        parts.progress.num_restores = 0
+        if config.disk.keep_steps is not None:
+            prune(parts.ledger, parts.store, version, keep_steps=config.disk.keep_steps)
+
+    await begin_checkpoint(parts.checkpoints, parts.ledger, version, then)
 
 
 async def _train(config: Config, parts: Parts, groups: Sequence[GroupHandle]) -> dict[str, float]:
@@ -251,8 +263,10 @@ async def _finish_evaluation(run: Run, parts: Parts) -> None:
         run.log(step, metrics | found)
 
 
-async def _save(run: Run, parts: Parts) -> None:
-    await checkpoint(run, parts.learner, parts.ledger, parts.progress.version)
+async def _save(config: Config, run: Run, parts: Parts) -> None:
+    parts.watchdog.doing = f"saving version {parts.progress.version.n}"
+    await _begin_checkpoint(config, parts)
+    await parts.checkpoints.finish()
     await parts.learner.save_pretrained(run.directory / "model")
 
 
@@ -263,7 +277,7 @@ async def _save_in_time(config: Config, run: Run, parts: Parts) -> None:
         return
     try:
         async with asyncio.timeout(config.grace_s):
-            await _save(run, parts)
+            await _save(config, run, parts)
     except (OSError, ClusterError) as error:  # TimeoutError is an OSError
         logger.error("not saved (%s); the run goes on from its last checkpoint", error or f"took {config.grace_s:g} s")
 

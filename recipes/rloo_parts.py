@@ -23,6 +23,8 @@ from actors.weight_sync import SyncConfig, WeightSync
 from envs.task import Task
 from envs.tasksets import resolve_tasks
 from learners.config import LearnerConfig, Precision
+from recipes.checkpoints import Checkpoints
+from recipes.elastic import scaling, server_fleet, worker_fleet
 from recipes.event_log import read_history
 from recipes.policies import resolve_policy
 from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_set_facts, wait_for_writers
@@ -64,7 +66,9 @@ class Parts:
     buffer: GroupBuffer
     weights: WeightSync
     stream: RolloutStream
+    store: Path
     ledger: Ledger
+    checkpoints: Checkpoints
     schedule: Schedule
     totals: Totals
     progress: Progress
@@ -83,7 +87,8 @@ class Parts:
 
     def metrics(self, run: Run) -> dict[str, float]:
         """How buffer and servers are, what died and was made good, and the run's totals."""
-        return self.buffer.metrics() | self.servers.metrics() | self._recoveries(run) | self.count()
+        num_workers = {"rollouts/workers": float(len(self.rollouts.fleet.serving()))}
+        return self.buffer.metrics() | self.servers.metrics() | num_workers | self._recoveries(run) | self.count()
 
     def _recoveries(self, run: Run) -> dict[str, float]:
         """Totals of what was made good; what is new since the last call is an event."""
@@ -162,6 +167,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         )
     if config.admission.every_s:
         await stack.enter_async_context(adapting(rollouts.slots, config.admission, servers.load))
+    await stack.enter_async_context(scaling(run, worker_fleet(rollouts), server_fleet(servers)))
     stream = await stack.enter_async_context(
         rollouts.stream(schedule, config.group_size, buffer, servers.oldest_version, ledger)
     )
@@ -172,7 +178,9 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         buffer=buffer,
         weights=weights,
         stream=stream,
+        store=store,
         ledger=ledger,
+        checkpoints=Checkpoints(run, learner),
         schedule=schedule,
         totals=Totals(run.last_metrics()),
         progress=Progress(version, history=[row for row in read_history(run.directory) if row[0] <= version.n]),
@@ -196,6 +204,7 @@ async def restore_learner(config: "Config", run: Run, parts: Parts, lost: Learne
     progress, before = parts.progress, parts.progress.version
     parts.watchdog.doing = "restoring the learner"
     progress.is_whole = False  # until the checkpoint is loaded, the learner holds the first weights
+    parts.checkpoints.forget()
     if parts.evaluation is not None:
         await parts.evaluation.cancel()  # of a version that may be thrown away
     progress.num_restores += 1

@@ -213,3 +213,8 @@ def _write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    fd = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(fd)  # before anything that it no longer names is removed
+    finally:
+        os.close(fd)

@@ -24,6 +24,7 @@ from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner
 from envs.renderer import load_renderer
 from learners.config import LearnerConfig, LossConfig, LossKind
 from learners.plan import BatchPlan, SizedSample, plan_samples
+from recipes.checkpoints import Checkpoints
 from recipes.demonstrations import Demonstrations, Overlong, Selection, load_demonstrations
 from recipes.feed import Feed
 from recipes.interrupt import finish
@@ -31,7 +32,7 @@ from recipes.launch import launch
 from recipes.looks import Looks, StopRule, Validation
 from recipes.policies import PolicyConfig, resolve_policy
 from recipes.run import Run
-from recipes.sft_progress import Progress, SftLearner, restore, save
+from recipes.sft_progress import Progress, SftLearner, begin_save, restore, save
 
 MAY_DIFFER = ("max_seconds", "checkpoint_every", "wandb", "cluster")
 """What may change when a run goes on."""
@@ -141,16 +142,25 @@ async def train(config: Config, run: Run, learner: SftLearner, feed: Feed, looks
     When it is cancelled, the step under way ends first, and what is done is saved.
     """
     progress = await restore(run, learner)
+    checkpoints = Checkpoints(run, learner)
     try:
-        await _train(config, run, learner, feed, looks, progress)
+        await _train(config, run, learner, checkpoints, feed, looks, progress)
     except asyncio.CancelledError:
-        await save(run, learner, progress)
+        await save(run, checkpoints, progress)
         raise
-    await save(run, learner, progress)
+    await save(run, checkpoints, progress)
     return progress
 
 
-async def _train(config: Config, run: Run, learner: SftLearner, feed: Feed, looks: Looks, progress: Progress) -> None:
+async def _train(
+    config: Config,
+    run: Run,
+    learner: SftLearner,
+    checkpoints: Checkpoints,
+    feed: Feed,
+    looks: Looks,
+    progress: Progress,
+) -> None:
     if progress.ended_by == STOP_RULE:
         return
     batches = feed.batches(progress.step)
@@ -162,8 +172,9 @@ async def _train(config: Config, run: Run, learner: SftLearner, feed: Feed, look
         await finish(_step(learner, config.plan(next(batches)), looks, progress, run))
         if progress.ended_by == STOP_RULE:
             return
+        await checkpoints.poll()
         if progress.step % config.checkpoint_every == 0:
-            await save(run, learner, progress)
+            await begin_save(checkpoints, progress)
     progress.ended_by = "max_steps" if num_steps == config.max_steps else "epochs"
 
 

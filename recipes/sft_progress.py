@@ -1,6 +1,7 @@
 """Where an SFT stands, and the checkpoint that it goes on from.
 
-Invariant: a run has one checkpoint, and state.json points at it only while it is whole. Called by recipes/sft.py.
+Invariant: a run has one checkpoint, and state.json points at it only while it is whole; another may be being written.
+Called by recipes/sft.py.
 """
 
 import shutil
@@ -10,10 +11,11 @@ from typing import Protocol
 
 from learners.config import LossConfig
 from learners.plan import BatchPlan
+from recipes.checkpoints import Checkpoints, SavingLearner, sweep
 from recipes.run import Run
 
 
-class SftLearner(Protocol):
+class SftLearner(SavingLearner, Protocol):
     """What SFT asks of a learner group."""
 
     async def forward_backward(self, plan: BatchPlan, loss: LossConfig) -> dict[str, float]:
@@ -26,10 +28,6 @@ class SftLearner(Protocol):
 
     async def sequence_logprobs(self, plan: BatchPlan) -> list[float]:
         """Summed log-probability of each planned Sample's trained tokens, rank by rank."""
-        ...
-
-    async def save(self, directory: Path) -> None:
-        """Writes a complete checkpoint."""
         ...
 
     async def load(self, directory: Path) -> None:
@@ -52,22 +50,35 @@ class Progress:
 async def restore(run: Run, learner: SftLearner) -> Progress:
     """Loads the checkpoint of an earlier start; the beginning where there is none."""
     state = run.load_state()
+    checkpoints = run.directory / "checkpoints"
+    sweep(checkpoints, keep=lambda name: state is not None and name == _name(state["step"]))
     if state is None:
         return Progress()
-    await learner.load(_checkpoint(run, state["step"]))
+    await learner.load(checkpoints / _name(state["step"]))
     run.step = state["step"]
     return Progress(**state)
 
 
-async def save(run: Run, learner: SftLearner, progress: Progress) -> None:
-    """Writes a checkpoint, points the run at it and removes the one before; one of this step is kept."""
-    before = run.load_state()
-    if before is None or before["step"] != progress.step:
-        await learner.save(_checkpoint(run, progress.step))
-    run.save_state(asdict(progress))
-    if before is not None and before["step"] != progress.step:
-        shutil.rmtree(_checkpoint(run, before["step"]), ignore_errors=True)
+async def begin_save(checkpoints: Checkpoints, progress: Progress) -> None:
+    """Begins a checkpoint, unless there is one of this step; the one before is removed when the run goes on from it."""
+    await checkpoints.finish()
+    before = checkpoints.newest_state
+    if before is not None and before["step"] == progress.step:
+        return
+
+    def then() -> None:
+        if before is not None:
+            shutil.rmtree(checkpoints.directory / _name(before["step"]), ignore_errors=True)
+
+    await checkpoints.begin(_name(progress.step), asdict(progress), then)
 
 
-def _checkpoint(run: Run, step: int) -> Path:
-    return run.directory / "checkpoints" / f"{step:06d}"
+async def save(run: Run, checkpoints: Checkpoints, progress: Progress) -> None:
+    """Returns when the run goes on from where it stands."""
+    await begin_save(checkpoints, progress)
+    await checkpoints.finish()
+    run.save_state(asdict(progress))  # why it ended may be new, of a step that has its checkpoint
+
+
+def _name(step: int) -> str:
+    return f"{step:06d}"

@@ -125,6 +125,13 @@ class Ledger:
         self._check(group_id, GroupState.DROPPED)
         self._record(Verb.DROP, group_id, reason)
 
+    def prune(self, segments: Sequence[str]) -> None:
+        """These segments of the store are about to be removed; on the disk when this returns."""
+        for segment in segments:
+            self._record(Verb.PRUNE, segment)
+        if segments:
+            self.flush()
+
     def is_consumed(self, group_id: str) -> bool:
         """Whether an optimizer step behind the present weights trained on the Group."""
         return any(self.ancestry.has_step(version) for version in self._index.steps_of(group_id))

@@ -5,7 +5,7 @@ Called by trajectories/ledger.py (writes and looks up) and recipes/audit.py (cou
 """
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,6 +18,7 @@ CREATE TABLE groups (group_id TEXT PRIMARY KEY, slot INTEGER, state TEXT, reason
 CREATE TABLE frames (group_id TEXT, segment TEXT, start INTEGER, length INTEGER);
 CREATE TABLE steps (group_id TEXT, lineage INTEGER, n INTEGER);
 CREATE TABLE forks (lineage INTEGER PRIMARY KEY, parent_lineage INTEGER, parent_n INTEGER);
+CREATE TABLE pruned (segment TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE INDEX groups_by_slot ON groups (slot);
 CREATE INDEX frames_by_group ON frames (group_id);
 CREATE INDEX steps_by_group ON steps (group_id);
@@ -55,6 +56,8 @@ class Verb(StrEnum):
     """group id, reason"""
     FORK = "fork"
     """lineage, parent's lineage, parent's n; the parent is None for the first lineage"""
+    PRUNE = "prune"
+    """segment, which is removed from the store with all that it holds"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,8 @@ class LedgerIndex:
                 self._move(fields[0], GroupState.DROPPED, fields[1], at)
             case Verb.FORK:
                 run("INSERT OR REPLACE INTO forks VALUES (?, ?, ?)", fields)
+            case Verb.PRUNE:
+                run("INSERT OR REPLACE INTO pruned VALUES (?)", fields)
 
     def group(self, group_id: str) -> GroupRow | None:
         """What is known of a Group; None when it was never issued."""
@@ -128,6 +133,27 @@ class LedgerIndex:
             if start == ends.setdefault(segment, 0):
                 ends[segment] += length
         return ends
+
+    def pruned_segments(self) -> set[str]:
+        """Segments that the store need not have any more."""
+        return {segment for (segment,) in self._database.execute("SELECT segment FROM pruned")}
+
+    def num_pruned(self) -> int:
+        """Groups that lay in them."""
+        return self._number("SELECT COUNT(*) FROM frames JOIN pruned USING (segment)")
+
+    def settled_segments(self, reaches: Mapping[int, int]) -> set[str]:
+        """Segments of which every Group was dropped, or consumed in a lineage of `reaches` below the n given there.
+
+        Without those that are pruned.
+        """
+        is_behind = " OR ".join("(steps.lineage = ? AND steps.n < ?)" for _ in reaches) or "FALSE"
+        bounds = [bound for reach in reaches.items() for bound in reach]
+        open_ones = f"""SELECT segment FROM frames JOIN groups USING (group_id) WHERE state != ? AND NOT EXISTS
+            (SELECT 1 FROM steps WHERE steps.group_id = frames.group_id AND ({is_behind}))"""
+        query = f"SELECT DISTINCT segment FROM frames WHERE segment NOT IN ({open_ones})"
+        found = self._database.execute(query, (GroupState.DROPPED.value, *bounds))
+        return {segment for (segment,) in found} - self.pruned_segments()
 
     def steps_of(self, group_id: str) -> list[PolicyVersion]:
         """The versions at which it was consumed, in the order in which that happened."""

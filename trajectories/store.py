@@ -176,11 +176,14 @@ def scan_tails(directory: Path, starts: Mapping[str, int]) -> Iterator[tuple[Loc
     """The Groups of the named segments, each read from the byte given, where a frame starts or the segment ends."""
     for segment, start in sorted(starts.items()):
         path = directory / segment
-        if path.exists():
-            with open(path, "rb") as file:
-                for location, payload in _frames(file, path, start):
-                    if kind_of(payload) is RecordKind.GROUP:
-                        yield location, decode_group(payload)
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below; it may be pruned meanwhile
+        except FileNotFoundError:
+            continue
+        with file:
+            for location, payload in _frames(file, path, start):
+                if kind_of(payload) is RecordKind.GROUP:
+                    yield location, decode_group(payload)
 
 
 def scan_journal(directory: Path) -> Iterator[list[Any]]:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 
-from actors.errors import LearnerLost
+from actors import learner_group
+from actors.errors import CheckpointFailed, DeadlineMissed, LearnerLost
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from learners.config import LearnerConfig
 from learners.plan import BatchPlan, plan_samples
@@ -28,7 +29,28 @@ class FakeRank:
         return {"lr": 0.5}
 
 
-def group_of(*ranks: FakeRank) -> LearnerGroup:
+class WritingRank:
+    """Is asked `num_asks` times before its checkpoint is written, well or for a `reason` not."""
+
+    def __init__(self, num_asks: int, reason: str | None = None) -> None:
+        self.begin_save, self.is_saved, self.finish_save = (
+            SimpleNamespace(remote=method) for method in (self._begin_save, self._is_saved, self._finish_save)
+        )
+        self._num_asks, self._reason = num_asks, reason
+
+    async def _begin_save(self, directory: Path) -> None:
+        return None
+
+    async def _is_saved(self) -> bool:
+        self._num_asks -= 1
+        return self._num_asks < 0
+
+    async def _finish_save(self) -> str | None:
+        assert self._num_asks < 0, "a rank that still writes is not made to wait"
+        return self._reason
+
+
+def group_of(*ranks: FakeRank | WritingRank) -> LearnerGroup:
     config = LearnerGroupConfig(num_ranks=max(1, len(ranks)))
     return LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"), ranks=ranks)
 
@@ -85,5 +107,27 @@ async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
 
 
 async def test_a_learner_without_ranks_is_lost_and_saves_nothing() -> None:
-    with pytest.raises(LearnerLost, match="no ranks for save"):
-        await group_of().save(Path("checkpoint"))
+    with pytest.raises(LearnerLost, match="no ranks for begin_save"):
+        await group_of().begin_save(Path("checkpoint"))
+
+
+async def test_a_checkpoint_is_complete_when_every_rank_has_written() -> None:
+    group = group_of(WritingRank(0), WritingRank(2))
+    await group.begin_save(Path("checkpoint"))
+    assert [await group.is_saved() for _ in range(3)] == [False, False, True]
+
+
+async def test_a_checkpoint_that_one_rank_cannot_write_fails_when_all_have_ended() -> None:
+    group = group_of(WritingRank(0, "No space left on device"), WritingRank(1))
+    assert not await group.is_saved()
+    with pytest.raises(CheckpointFailed, match=r"could not be written: No space left on device; the run's last one"):
+        await group.is_saved()
+
+
+async def test_waiting_for_a_checkpoint_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_group, "_SAVE_POLL_S", 0.001)
+    config = LearnerGroupConfig(step_deadline_s=0.02)
+    ranks = [WritingRank(1_000_000)]
+    group = LearnerGroup(config, LearnerConfig(lr=0.1), model=Path("m"), store=Path("s"), ranks=ranks)
+    with pytest.raises(DeadlineMissed, match=r"not written within learner\.step_deadline_s=0\.02 s"):
+        await group.finish_save()

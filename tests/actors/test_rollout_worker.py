@@ -46,3 +46,17 @@ async def test_closing_waits_for_groups_that_are_being_written(worker: RolloutWo
     await worker.close()
     finished = [task for task in await asyncio.gather(*playing, return_exceptions=True) if hasattr(task, "group_id")]
     assert len(list(scan(tmp_path))) == len(finished) >= 1, "each that was written is whole, and told"
+
+
+async def test_groups_in_segments_begun_after_the_known_one_are_found_too(tmp_path: Path) -> None:
+    thresholds = gc.get_threshold()
+    worker = RolloutWorker(
+        *("w0", EpisodeConfig()),
+        **{"store": tmp_path, "model": None, "sampler": InstantSampler(), "build": TimedEpisodes(), "segment_mb": 1e-6},
+    )
+    handles = [await worker.play(timed_task(f"t{k}"), f"g{k}", 2) for k in range(3)]
+    assert [handle.location.segment for handle in handles] == ["w0.seg", "w0.0001.seg", "w0.0002.seg"]
+    assert await worker.find({"w0.seg": handles[0].location.length, "w0.0001.seg": 0}) == handles[1:]
+    await worker.close()
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()

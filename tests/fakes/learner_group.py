@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from actors.errors import CheckpointFailed
+from learners.checkpoint import CheckpointError
 from learners.config import LearnerConfig, LossConfig
 from learners.learner import Learner
 from learners.plan import BatchPlan
@@ -28,8 +30,20 @@ class InProcessLearnerGroup:
     async def sequence_logprobs(self, plan: BatchPlan) -> list[float]:
         return self.learner.sequence_logprobs(plan.ranks[0], self._store)
 
-    async def save(self, directory: Path) -> None:
-        self.learner.save(directory)
+    async def begin_save(self, directory: Path) -> None:
+        self.learner.begin_save(directory)
+
+    async def is_saved(self) -> bool:
+        if self.learner.is_saved():
+            await self.finish_save()
+            return True
+        return False
+
+    async def finish_save(self) -> None:
+        try:
+            self.learner.finish_save()
+        except CheckpointError as error:
+            raise CheckpointFailed(str(error)) from error
 
     async def load(self, directory: Path) -> None:
         self.learner.load(directory)

@@ -1,7 +1,7 @@
 """The bed of the fault tests: runs a recipe, kills -9 a part of it at a given moment, and brings the run to its end.
 
 Invariant: only processes below the one that was started here are looked at, so no other cluster of the machine is hurt.
-Called by tests/faults/test_kills.py and tests/faults/matrix.py.
+Called by tests/faults/test_kills.py, tests/faults/jobs.py and tests/faults/matrix.py.
 """
 
 import json
@@ -34,6 +34,8 @@ class Victim(StrEnum):
     LEARNER_RANK = "learner rank"
     NODE = "node"
     """A raylet with all its workers, of a cluster of three."""
+    JOB = "submitted job"
+    """The driver of a job on a cluster with token authentication; see tests/faults/jobs.py."""
 
 
 ACTORS = {
@@ -44,6 +46,11 @@ ACTORS = {
 """How Ray names an actor's process."""
 
 HARVEST = ("recipes.harvest", "--tasks", "shell:train", "--harness", "oracle", "--rollouts.max-rollouts", "4")
+SERVED_HARVEST = (
+    *("recipes.harvest", "--tasks", "shell:train", "--harness", "terminus-2", "--policy", "tiny"),
+    *("--rollouts.max-rollouts", "4"),
+)
+"""By an untrained policy, so that there is a server to kill."""
 RLOO = (
     *("recipes.rloo", "--tasks", "shell:train", "--limit", "64", "--groups-per-step", "4", "--group-size", "2"),
     *("--checkpoint-every", "2", "--max-staleness", "1", "--grace-s", "20"),
@@ -90,18 +97,22 @@ def run_with_kill(
     """
     began, deadline = time.monotonic(), time.monotonic() + limit_s
     command = [sys.executable, "-m", *recipe, "--run", str(run)]
-    with _started(command, env) as process:
-        _wait_for_groups(run, after_groups, process, deadline)
+    with started(command, env) as process:
+        wait_for_groups(run, after_groups, process, deadline)
         time.sleep(delay_s)
         num_kills = _kill(victim, process, nodes)
         if victim is not Victim.DRIVER:
-            _wait_for_end(process, run, deadline)
+            wait_for_end(process, run, deadline)
     num_starts = 1
     if victim is Victim.DRIVER:
         num_starts = 2
-        with _started(command, env) as process:
-            _wait_for_end(process, run, deadline)
-    seconds = time.monotonic() - began
+        with started(command, env) as process:
+            wait_for_end(process, run, deadline)
+    return ended_of(run, num_kills=num_kills, num_starts=num_starts, seconds=time.monotonic() - began)
+
+
+def ended_of(run: Path, *, num_kills: int, num_starts: int, seconds: float) -> Ended:
+    """What a run directory tells of its end."""
     return Ended(
         num_kills=num_kills,
         num_starts=num_starts,
@@ -137,11 +148,14 @@ def three_raylets() -> Iterator[tuple[Mapping[str, str], list[int]]]:
 
 
 @contextmanager
-def _started(command: Sequence[str], env: Mapping[str, str] | None) -> Iterator["subprocess.Popen[bytes]"]:
+def started(
+    command: Sequence[str], env: Mapping[str, str] | None, cwd: Path = ROOT
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command that ends with its run's directory, for the length of the block; its output goes there."""
     run = Path(command[-1])
     run.mkdir(parents=True, exist_ok=True)
     with open(run / "log.txt", "ab") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log)
     try:
         yield process
     finally:
@@ -150,14 +164,16 @@ def _started(command: Sequence[str], env: Mapping[str, str] | None) -> Iterator[
         process.wait(timeout=10)
 
 
-def _wait_for_groups(run: Path, count: int, process: "subprocess.Popen[bytes]", deadline: float) -> None:
+def wait_for_groups(run: Path, count: int, process: "subprocess.Popen[bytes]", deadline: float) -> None:
+    """Returns when `count` Groups are stored; AssertionError when the process ends before, or they do not come."""
     while _num_stored(run) < count:
         assert process.poll() is None, f"ended before the kill: {_last_lines(run)}"
         assert time.monotonic() < deadline, f"{_num_stored(run)} of {count} Groups came: {_last_lines(run)}"
         time.sleep(_POLL_S)
 
 
-def _wait_for_end(process: "subprocess.Popen[bytes]", run: Path, deadline: float) -> None:
+def wait_for_end(process: "subprocess.Popen[bytes]", run: Path, deadline: float) -> None:
+    """Returns when the process has ended well; AssertionError with its last lines otherwise."""
     try:
         code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -177,13 +193,17 @@ def _kill(victim: Victim, process: "subprocess.Popen[bytes]", nodes: Sequence[in
         os.kill(process.pid, signal.SIGKILL)
         return 1
     if victim is Victim.NODE:
-        return _kill_tree(nodes[0])
+        return _kill_tree(max(nodes, key=_num_actors))  # the run may have all its actors on one of them
     names = ACTORS[victim]
     for each in _processes(process.pid):
         if _title(each).startswith(names):
             each.kill()
             return 1
     raise AssertionError(f"no process of {names} is there to kill")
+
+
+def _num_actors(raylet: int) -> int:
+    return sum(_title(each).startswith(tuple(ACTORS.values())) for each in _processes(raylet))
 
 
 def _processes(pid: int) -> list[psutil.Process]:

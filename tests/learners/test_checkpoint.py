@@ -90,7 +90,19 @@ def test_a_save_in_the_background_that_fails_raises_when_it_is_waited_for(tiny_m
     (tmp_path / "second.old").write_text("in the way of the rename")
     (tmp_path / "second").mkdir()
     learner.begin_save(tmp_path / "second")
-    with pytest.raises(OSError, match="second"):
+    for _ in range(2):  # who was interrupted after asking asks again
+        with pytest.raises(CheckpointError, match="second"):
+            learner.finish_save()
+    (tmp_path / "second.old").unlink()
+    learner.save(tmp_path / "second")
+    assert learner.is_saved()
+
+
+def test_a_directory_that_cannot_be_made_is_told_of_by_finish_too(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    learner = Learner(CONFIG, model=tiny_model)
+    learner.begin_save(tmp_path / "file" / "checkpoint")
+    with pytest.raises(CheckpointError, match="Not a directory"):
         learner.finish_save()
 
 

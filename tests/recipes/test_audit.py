@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.audit import Config, audit_store, main
+from recipes.audit import KINDS, Config, audit_store, main
 from tests.trajectories.records import scored_group
 from trajectories.handle import Location
 from trajectories.ledger import Ledger
@@ -39,7 +39,7 @@ def make_run(run: Path, *, max_staleness: int = 1) -> Path:
 
 def kinds(run: Path) -> dict[str, int]:
     audit, _ = audit_store(run, "store")
-    found = {name: len(getattr(audit, name)) for name in audit.__slots__}
+    found = {name: len(getattr(audit, name)) for name in KINDS}
     return {name: count for name, count in found.items() if count}
 
 
@@ -124,3 +124,15 @@ def test_a_location_that_holds_nothing_is_lost(tmp_path: Path):
         ledger.issue("g3", 3)
         ledger.finish("g3", Location(segment="w0.seg", offset=10**6, length=9))
     assert kinds(run) == {"lost": 1}
+
+
+async def test_pruned_payloads_are_counted_and_nothing_is_wrong_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "run")
+    with Ledger(run / "ledger" / "store") as ledger:
+        ledger.prune(["w0.seg"])
+    (run / "store" / "w0.seg").unlink()
+    await main(Config(run=run))
+    assert "0 dropped; 3 payloads pruned" in capsys.readouterr().out
+    assert kinds(run) == {}

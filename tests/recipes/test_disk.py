@@ -1,6 +1,7 @@
 """Disk budgets over a directory of known sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,12 @@ def test_a_disk_that_runs_full_ends_the_run_before_it_is() -> None:
     assert why is not None and why.startswith("4.00 GB are free, under disk.least_free_gb=5")
 
 
+def test_steps_to_keep_are_not_negative() -> None:
+    with pytest.raises(ValueError, match="keep_steps must be >= 0, got -1"):
+        DiskConfig(keep_steps=-1)
+
+
 @pytest.mark.parametrize("wrong", [{"budget_gb": 0.0}, {"least_free_gb": -1.0}])
-def test_a_budget_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+def test_a_budget_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="budget_gb must be > 0"):
         DiskConfig(**wrong)

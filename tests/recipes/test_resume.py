@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from actors.errors import DeadlineMissed
+from actors.errors import CheckpointFailed, DeadlineMissed
 from recipes import resume
+from recipes.checkpoints import Checkpoints
 from recipes.resume import (
-    checkpoint,
+    begin_checkpoint,
     learn_of_stored_groups,
     restore,
     reuse_groups,
@@ -30,14 +31,33 @@ from trajectories.store import StoreWriter, read_group, scan_tails
 
 
 class FakeLearner:
-    """Saves by making a directory; tells what it did."""
+    """Saves by making a directory, at once or when asked for the `num_asks`-th time; tells what it did."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_asks: int = 1, error: Exception | None = None) -> None:
         self.done: list[tuple[str, str]] = []
+        self._num_asks, self._error = num_asks, error
+        self._asked = 0
+        self._writing: Path | None = None
 
-    async def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True)
-        self.done.append(("save", directory.name))
+    async def begin_save(self, directory: Path) -> None:
+        assert self._writing is None
+        directory.with_name(directory.name + ".partial").mkdir(parents=True)
+        self._writing, self._asked = directory, 0
+        self.done.append(("begin", directory.name))
+
+    async def is_saved(self) -> bool:
+        self._asked += 1
+        if self._asked >= self._num_asks:
+            await self.finish_save()
+        return self._writing is None
+
+    async def finish_save(self) -> None:
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        if self._error is not None:
+            raise self._error
+        writing.with_name(writing.name + ".partial").rename(writing)
+        self.done.append(("save", writing.name))
 
     async def load(self, directory: Path) -> None:
         self.done.append(("load", directory.name))
@@ -68,6 +88,13 @@ def open_ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "run" / "ledger" / "store")
 
 
+async def checkpoint(run: Run, learner: Any, ledger: Ledger, at: PolicyVersion) -> None:
+    """A checkpoint that is waited for."""
+    checkpoints = Checkpoints(run, learner)
+    await begin_checkpoint(checkpoints, ledger, at)
+    await checkpoints.finish()
+
+
 async def test_a_run_goes_on_from_its_checkpoint_under_a_new_lineage(tmp_path: Path):
     learner: Any = FakeLearner()
     with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
@@ -76,7 +103,7 @@ async def test_a_run_goes_on_from_its_checkpoint_under_a_new_lineage(tmp_path: P
         ledger.consume(["a@0.0"], version(0))
         await checkpoint(run, learner, ledger, version(1))
         await checkpoint(run, learner, ledger, version(1))
-    assert learner.done == [("save", "0-000001")], "one that is there is kept"
+    assert learner.done == [("begin", "0-000001"), ("save", "0-000001")], "one that is there is kept"
     with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
         assert await restore(run, learner, ledger) == version(1, lineage=1)
         assert learner.done[-1] == ("load", "0-000001")
@@ -84,6 +111,60 @@ async def test_a_run_goes_on_from_its_checkpoint_under_a_new_lineage(tmp_path: P
     with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
         assert await restore(run, learner, ledger) == version(1, lineage=2)
         assert ledger.ancestry.forks == {0: 1, 1: 1}
+
+
+def consume(ledger: Ledger, slot: int, n: int) -> None:
+    ledger.finish(f"g{slot}", Location(segment="w.seg", offset=slot, length=1), slot=slot)
+    ledger.consume([f"g{slot}"], version(n))
+
+
+async def test_a_checkpoint_counts_when_it_is_whole_with_the_ledger_of_when_it_began(tmp_path: Path):
+    learner: Any = FakeLearner(num_asks=2)
+    counted: list[str] = []
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        await restore(run, learner, ledger)
+        checkpoints = Checkpoints(run, learner)
+        consume(ledger, 0, 0)
+        await begin_checkpoint(checkpoints, ledger, version(1), lambda: counted.append("first"))
+        consume(ledger, 1, 1)
+        await checkpoints.poll()
+        assert (run.load_state(), counted) == (None, []), "its files are not there yet"
+        await checkpoints.poll()
+        state = run.load_state()
+        assert state is not None and (state["n"], state["frontier"]["num_consumed"], counted) == (1, 1, ["first"])
+        await begin_checkpoint(checkpoints, ledger, version(2))
+        await begin_checkpoint(checkpoints, ledger, version(3))
+        assert run.load_state()["n"] == 2, "the one before is waited for"
+    # killed while the third is written
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        assert await restore(run, learner, ledger) == version(2, lineage=1)
+        assert learner.done[-1] == ("load", "0-000002")
+        assert sorted(path.name for path in (run.directory / "checkpoints").iterdir()) == ["0-000001", "0-000002"]
+
+
+async def test_a_checkpoint_that_was_whole_but_not_named_when_the_run_was_killed_is_removed(tmp_path: Path):
+    learner: Any = FakeLearner()
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        await restore(run, learner, ledger)
+        await checkpoint(run, learner, ledger, version(1))
+        await begin_checkpoint(Checkpoints(run, learner), ledger, version(2))
+        await learner.finish_save()
+        assert (run.directory / "checkpoints" / "0-000002").is_dir()
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        assert await restore(run, learner, ledger) == version(1, lineage=1)
+        assert [path.name for path in (run.directory / "checkpoints").iterdir()] == ["0-000001"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_counts(tmp_path: Path):
+    learner: Any = FakeLearner(error=CheckpointFailed("disk full"))
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        await restore(run, learner, ledger)
+        checkpoints = Checkpoints(run, learner)
+        await begin_checkpoint(checkpoints, ledger, version(1))
+        with pytest.raises(CheckpointFailed, match="disk full"):
+            await checkpoints.poll()
+        assert (run.load_state(), checkpoints.newest_state) == (None, None)
+        await checkpoints.poll()  # it was told once
 
 
 async def test_a_run_killed_before_its_first_checkpoint_begins_anew_under_a_new_lineage(tmp_path: Path):

@@ -11,20 +11,23 @@ from typing import Any
 
 import pytest
 
-from actors.errors import LearnerLost
+from actors.errors import CheckpointFailed, LearnerLost
 from actors.inference_errors import NoServerLeft
 from actors.rollout_pool import RolloutPool, RolloutPoolConfig
 from envs.task import Task
 from learners.plan import BatchPlan
 from recipes import rloo, rloo_parts
 from recipes.audit import audit_store
+from recipes.disk import DiskConfig
 from recipes.event_log import read_history
 from recipes.policies import PolicyConfig
 from tests.recipes.test_schedule import task
 from tests.trajectories.records import scored_group
 from trajectories.handle import GroupHandle, Location, summarize
+from trajectories.ledger_index import GroupState
 from trajectories.schema import PolicyVersion
-from trajectories.store import StoreWriter, read_group, scan_tails
+from trajectories.segments import SegmentedWriter
+from trajectories.store import read_group, scan, scan_tails
 
 TASKS = [task(f"t{index}") for index in range(5)]
 
@@ -41,6 +44,10 @@ class Bed:
         """Optimizer steps, counted over all processes, at which a rank dies."""
         self.driver_dies_at: list[int] = []
         self.servers_die_at: list[int] = []
+        self.save_takes = 0
+        """Optimizer steps that a checkpoint is being written for."""
+        self.full_from: int | None = None
+        """The optimizer step from which on the disk is full."""
         self.num_steps = 0
         self.version: PolicyVersion | None = None
         """What the servers serve."""
@@ -55,6 +62,8 @@ class FakeLearner:
         self._bed = bed
         self.n = 0
         self.num_restarts = 0
+        self._writing: tuple[Path, int, int] | None = None
+        """Directory, the number that goes there, the step at which it is whole."""
 
     async def forward_backward(self, plan: BatchPlan, loss: Any) -> dict[str, float]:
         self._bed.num_steps += 1
@@ -72,10 +81,26 @@ class FakeLearner:
     async def restart(self) -> None:
         self.n = 0
         self.num_restarts += 1
+        self._writing = None
 
-    async def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True)
-        (directory / "COMPLETE").write_text(str(self.n))
+    async def begin_save(self, directory: Path) -> None:
+        assert self._writing is None
+        directory.with_name(directory.name + ".partial").mkdir(parents=True)
+        self._writing = directory, self.n, self._bed.num_steps + self._bed.save_takes
+
+    async def is_saved(self) -> bool:
+        if self._writing is not None and self._bed.num_steps >= self._writing[2]:
+            await self.finish_save()
+        return self._writing is None
+
+    async def finish_save(self) -> None:
+        assert self._writing is not None
+        (directory, n, _), self._writing = self._writing, None
+        if self._bed.full_from is not None and self._bed.num_steps >= self._bed.full_from:
+            raise CheckpointFailed("the checkpoint could not be written: disk full")
+        partial = directory.with_name(directory.name + ".partial")
+        (partial / "COMPLETE").write_text(str(n))
+        partial.rename(directory)
 
     async def load(self, directory: Path) -> None:
         self.n = int((directory / "COMPLETE").read_text())
@@ -135,7 +160,7 @@ class FakeWorker:
 
     def __init__(self, bed: Bed, store: Path, name: str) -> None:
         self._bed, self._store = bed, store
-        self._writer = StoreWriter(store, name)
+        self._writer = SegmentedWriter(store, name, segment_mb=0.005)  # some four Groups
         self.play, self.pid, self.find, self.read, self.close = (
             SimpleNamespace(remote=method) for method in (self._play, self._pid, self._find, self._read, self._close)
         )
@@ -249,6 +274,40 @@ def test_a_learner_that_dies_is_restored_in_the_same_process_and_the_books_agree
     check_books(config)
 
 
+@pytest.mark.parametrize("deaths", [[4], [5], [6, 8, 9]])
+def test_deaths_between_the_beginning_and_the_end_of_a_checkpoint_leave_the_one_before(
+    bed: Bed, tmp_path: Path, deaths: list[int]
+) -> None:
+    """Steps 2 and 4 begin checkpoints that are whole two steps later: a death at 4 finds none, later ones that of 2."""
+    bed.driver_dies_at, bed.save_takes = deaths, 2
+    config = config_of(tmp_path, max_staleness=1)
+    summary, num_starts = run_to_its_end(config)
+    assert (summary["rl_steps"], num_starts, summary["lineages"]) == (6, 1 + len(deaths), 1 + len(deaths))
+    assert bed.num_steps == {4: 4 + 6, 5: 5 + 4, 6: 9 + 4}[deaths[0]], "steps till the last death, and from 0 or 2 to 6"
+    assert not list((config.run / "checkpoints").glob("*.partial"))
+    check_books(config)
+
+
+def test_a_learner_that_dies_while_it_writes_is_restored_from_the_checkpoint_before(bed: Bed, tmp_path: Path) -> None:
+    bed.learner_dies_at, bed.save_takes = [6], 2
+    summary, num_starts = run_to_its_end(config := config_of(tmp_path))
+    assert (summary["rl_steps"], num_starts, bed.num_steps) == (6, 1, 10)
+    check_books(config)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_same_command_goes_on(
+    bed: Bed, tmp_path: Path
+) -> None:
+    bed.save_takes, bed.full_from = 1, 5
+    config = config_of(tmp_path)
+    with pytest.raises(CheckpointFailed, match="disk full"):
+        run_to_its_end(config)
+    assert json.loads((config.run / "state.json").read_text())["n"] == 2
+    bed.full_from = None
+    assert run_to_its_end(config)[0]["rl_steps"] == 6
+    check_books(config)
+
+
 def test_a_learner_that_dies_again_and_again_ends_the_run(bed: Bed, tmp_path: Path) -> None:
     bed.learner_dies_at = list(range(3, 20))
     with pytest.raises(LearnerLost):
@@ -286,6 +345,17 @@ def test_a_finished_run_says_so_and_more_steps_go_on(
     logged = dict(read_history(config.run))
     assert logged[4]["total/seconds"] > logged[2]["total/seconds"], "the second process counts on from the first"
     check_books(config_of(tmp_path, steps=4))
+
+
+@pytest.mark.parametrize("deaths", [[], [7, 15, 16]])
+def test_a_run_that_keeps_few_trajectories_has_books_that_agree(bed: Bed, tmp_path: Path, deaths: list[int]) -> None:
+    bed.driver_dies_at = deaths
+    config = config_of(tmp_path, steps=20, max_staleness=1, disk=DiskConfig(keep_steps=2))
+    assert run_to_its_end(config)[0]["rl_steps"] == 20
+    check_books(config)
+    audit, states = audit_store(config.run, "store")
+    num_left = sum(1 for _ in scan(config.run / "store"))
+    assert audit.num_pruned >= 20 and num_left <= 24 and states[GroupState.CONSUMED] >= 40
 
 
 def test_the_end_of_the_tasks_ends_the_run(bed: Bed, tmp_path: Path) -> None:

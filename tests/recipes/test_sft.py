@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,26 +108,48 @@ async def test_an_interrupted_run_has_the_loss_curve_of_one_that_was_not(config:
     assert [path.name for path in (config.run / "checkpoints").iterdir()] == ["000006"]
 
 
-async def test_after_a_crash_a_run_repeats_the_steps_since_its_checkpoint(config: sft.Config, model: Path) -> None:
-    config = replace(config, checkpoint_every=2)
-    whole = replace(config, run=config.run.with_name("whole"), checkpoint_every=100)
-    await start(whole, model)
+async def crashed(config: sft.Config, model: Path, *, at: int, saved_before: int | None) -> None:
+    """One start, which ends as by a crash; before step `saved_before` it waits for the files of its checkpoint."""
 
-    def crash(step: int) -> None:
-        if step == 4:
+    def before_step(step: int) -> None:
+        while step == saved_before and not learner.learner.is_saved():
+            time.sleep(0.005)
+        if step == at:
             raise RuntimeError("power")
 
     with Run.open(config.run, config) as run, pytest.raises(RuntimeError, match="power"):
         demonstrations = await sft._render(config, model, run)
         feed = Feed(demonstrations.items[3:], config.batch_size, shuffle_seed=config.seed)
         learner = InProcessLearnerGroup(
-            config.learner.for_run_of(6), model=model, store=config.run / "samples", before_step=crash
+            config.learner.for_run_of(6), model=model, store=config.run / "samples", before_step=before_step
         )
         looks = Looks(config.stop, config.validation, demonstrations.items, learner, config.plan)
         await sft.train(config, run, learner, feed, looks)
+    learner.learner.finish_save()  # a thread of this process; a crash would have ended it
+
+
+async def test_after_a_crash_a_run_repeats_the_steps_since_its_checkpoint(config: sft.Config, model: Path) -> None:
+    config = replace(config, checkpoint_every=2)
+    whole = replace(config, run=config.run.with_name("whole"), checkpoint_every=100)
+    await start(whole, model)
+    await crashed(config, model, at=4, saved_before=3)
     assert json.loads((config.run / "state.json").read_text())["step"] == 2
     await start(config, model)
     assert curve(config.run) == curve(whole.run)
+
+
+async def test_after_a_crash_amid_a_checkpoint_a_run_goes_on_from_the_one_before(
+    config: sft.Config, model: Path
+) -> None:
+    config = replace(config, checkpoint_every=2)
+    whole = replace(config, run=config.run.with_name("whole"), checkpoint_every=100)
+    await start(whole, model)
+    await crashed(config, model, at=5, saved_before=3)
+    assert json.loads((config.run / "state.json").read_text())["step"] == 2, "that of step 4 was whole, but not known"
+    assert sorted(path.name for path in (config.run / "checkpoints").iterdir()) == ["000002", "000004"]
+    await start(config, model)
+    assert curve(config.run) == curve(whole.run)
+    assert [path.name for path in (config.run / "checkpoints").iterdir()] == ["000006"]
 
 
 async def test_validation_loss_is_the_token_mean_of_held_back_conversations(config: sft.Config, model: Path) -> None:
