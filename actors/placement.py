@@ -1,17 +1,25 @@
 """Places for actors: a placement group that comes within a deadline, or an error that names what is missing.
 
-Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py.
+Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py, and by recipes for what two
+fleets share.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import PlacementError
+
+Place = PlacementGroupSchedulingStrategy
+"""Where one actor goes."""
+SHARED_GPU = 0.5
+"""What each of two actors asks of the GPU that they share."""
 
 
 async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline_s: float) -> PlacementGroup:
@@ -31,6 +39,20 @@ async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline
         remove_placement_group(group)
         raise
     return group
+
+
+@asynccontextmanager
+async def shared_gpus(number: int, *, num_cpus: float, what: str, deadline_s: float) -> AsyncIterator[list[Place]]:
+    """So many places of one GPU, for the length of the block; two actors of SHARED_GPU each fit into one."""
+    bundle = {"GPU": 1.0} | ({"CPU": num_cpus} if num_cpus else {})
+    group = await reserve([bundle] * number, what=what, deadline_s=deadline_s)
+    try:
+        yield [
+            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            for index in range(number)
+        ]
+    finally:
+        remove_placement_group(group)
 
 
 async def _as_future(reference: Any) -> Any:

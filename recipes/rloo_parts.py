@@ -19,10 +19,11 @@ from actors.inference_errors import NoServerLeft
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, start_learner_group
 from actors.rollout_pool import RolloutPool, RolloutStream, start_rollout_pool
-from actors.weight_sync import SyncConfig, WeightSync
+from actors.transfer_sync import TransferSync
+from actors.weight_sync import WeightSync
 from envs.task import Task
 from envs.tasksets import resolve_tasks
-from learners.config import LearnerConfig, Precision
+from learners.config import LearnerConfig
 from recipes.event_log import read_history
 from recipes.policies import resolve_policy
 from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_set_facts, wait_for_writers
@@ -30,6 +31,14 @@ from recipes.run import Run
 from recipes.schedule import Schedule
 from recipes.side_evaluation import SideEvaluation, start_side_evaluation
 from recipes.totals import Totals
+from recipes.transports import (
+    evaluation_sync,
+    require_packages,
+    serving,
+    serving_evaluation,
+    shared_places,
+    start_sync,
+)
 from recipes.watchdog import Watchdog
 from trajectories.buffer import GroupBuffer
 from trajectories.ledger import Ledger
@@ -62,7 +71,7 @@ class Parts:
     servers: InferencePool
     rollouts: RolloutPool
     buffer: GroupBuffer
-    weights: WeightSync
+    weights: WeightSync | TransferSync
     stream: RolloutStream
     ledger: Ledger
     schedule: Schedule
@@ -78,7 +87,7 @@ class Parts:
             return await self.weights.publish(version, barrier=barrier)
         except NoServerLeft as error:
             logger.warning("%s", error)
-            await self.servers.until_one_serves()
+            await self.servers.until_one_is_up()
             return await self.weights.publish(version, barrier=barrier)
 
     def metrics(self, run: Run) -> dict[str, float]:
@@ -110,6 +119,7 @@ class Parts:
 
 async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     """Starts every part; each ends with the stack."""
+    require_packages(config.sync.transport)
     tasks = resolve_tasks(config.tasks, limit=config.limit)
     evaluated = resolve_tasks(config.eval.tasks, limit=config.eval.limit) if config.eval.every else []
     model = resolve_policy(config.policy.model)
@@ -119,10 +129,13 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     await wait_for_writers(store)
     await stack.enter_async_context(start_cluster(config.cluster))
     _require_room(config)
+    places = await stack.enter_async_context(shared_places(config))
     learner = await stack.enter_async_context(
-        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store)
+        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store, places=places)
     )
-    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
+    servers = await stack.enter_async_context(
+        start_inference_pool(serving(config), model=model, version=None, places=places)
+    )
     version = await restore(run, learner, ledger)
     prefix = f"lineage-{version.lineage}"
     rollouts = await stack.enter_async_context(
@@ -237,10 +250,11 @@ def summarize_run(parts: Parts) -> dict[str, Any]:
 def _require_room(config: "Config") -> None:
     server = config.policy.pool.server
     each = Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus)
+    beside = dataclasses.replace(each, num_gpus=0) if server.colocated else each
     require(
         {
             "learner ranks": (config.learners.num_ranks, config.learners.resources),
-            "inference servers": (config.policy.pool.num_servers, each),
+            "inference servers": (config.policy.pool.num_servers, beside),
             "rollout workers": (config.rollouts.num_workers, config.rollouts.resources),
             "evaluation servers": (config.eval.num_servers if config.eval.every else 0, each),
         }
@@ -261,26 +275,21 @@ def _start_evaluation(
         tasks,
         source=learner,
         model=model,
-        pool=config.policy.pool,
+        pool=serving_evaluation(config),
         episode=config.episode,
         rollouts=config.rollouts,
-        sync=_proven(config),
+        sync=evaluation_sync(config),
         store=run.directory / "eval",
         prefix=prefix,
     )
 
 
-def _proven(config: "Config") -> SyncConfig:
-    return dataclasses.replace(config.sync, probe_is_exact=config.learner.precision is Precision.FP32)
-
-
-def _weight_sync(config: "Config", learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:
-    # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-    sync = dataclasses.replace(_proven(config), barrier=config.sync.barrier or config.max_staleness == 0)
-
+def _weight_sync(
+    config: "Config", learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer
+) -> WeightSync | TransferSync:
     def advance() -> None:
         oldest = servers.oldest_version()
         if oldest is not None and oldest.lineage == buffer.version.lineage:  # else a restore is under way, and tells it
             buffer.advance(oldest)
 
-    return WeightSync(source=learner, target=servers, config=sync, on_served=advance)
+    return start_sync(config, learner, servers, advance)

@@ -16,7 +16,7 @@ from actors.inference_errors import NoServerLeft
 from actors.rollout_pool import RolloutPool, RolloutPoolConfig
 from envs.task import Task
 from learners.plan import BatchPlan
-from recipes import rloo, rloo_parts
+from recipes import rloo, rloo_parts, transports
 from recipes.audit import audit_store
 from recipes.event_log import read_history
 from recipes.policies import PolicyConfig
@@ -103,7 +103,7 @@ class FakeServers:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    async def until_one_serves(self) -> None:
+    async def until_one_is_up(self) -> None:
         self.num_restarts += 1
 
 
@@ -191,7 +191,7 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
     monkeypatch.setattr(rloo_parts, "start_learner_group", learner)
     monkeypatch.setattr(rloo_parts, "start_inference_pool", servers)
     monkeypatch.setattr(rloo_parts, "start_rollout_pool", rollouts)
-    monkeypatch.setattr(rloo_parts, "WeightSync", FakeSync)
+    monkeypatch.setattr(transports, "WeightSync", FakeSync)
     monkeypatch.setattr(rloo_parts, "resolve_tasks", lambda name, limit: TASKS)
     monkeypatch.setattr(rloo_parts, "resolve_policy", lambda name: Path("model"))
     return bed
