@@ -57,7 +57,7 @@ class Sending:
     """A canary's disturbance of what is sent; None sends the weights as they are."""
 
 
-CallServers = Callable[[str, Sequence[tuple[Any, ...]]], None]
+CallServers = Callable[[str, Sequence[tuple[Any, ...]]], object]
 """Calls a method on every server at once, with arguments for each, and returns when all did; raises what failed."""
 
 
@@ -99,7 +99,7 @@ def server_init_infos(config: TransferConfig, init_info: dict[str, Any]) -> list
             return [{**init_info, "rank_offset": offset} for offset in offsets]
         case Transport.SHARDED_RDT:
             return [{**init_info, "replica_rank": index, "num_replicas": num_servers} for index in range(num_servers)]
-        case Transport.IPC:
+        case _:  # ipc, which meets nowhere
             return [dict(init_info)] * num_servers
 
 
@@ -116,10 +116,6 @@ def sender_init_info(config: TransferConfig, *, rank: int) -> "TrainerInitInfo":
                 master_port=config.master_port,
                 world_size=1 + num_receivers,
             )
-        case Transport.IPC:
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            return IPCTrainerInitInfo(rank=rank, packed=True)
         case Transport.SHARDED_RDT:
             from vllm.distributed.weight_transfer.sharded_rdt_trainer import ShardedRDTTrainerInitInfo
 
@@ -129,6 +125,10 @@ def sender_init_info(config: TransferConfig, *, rank: int) -> "TrainerInitInfo":
                 workers_per_replica=config.server_ranks[0],
                 trainer_actor_namespace=config.namespace,
             )
+        case _:  # ipc
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=rank, packed=True)
 
 
 class Sender:
@@ -182,7 +182,7 @@ def _source(export: "Callable[[], Iterator[tuple[str, torch.Tensor]]]") -> Any:
 
         def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
             for name, tensor in export():
-                is_disturbed = self.noise is not None and name in self.noise.names
-                yield name, disturb(tensor, name, self.noise) if is_disturbed else tensor
+                noise = self.noise
+                yield name, disturb(tensor, name, noise) if noise is not None and name in noise.names else tensor
 
     return Export()
