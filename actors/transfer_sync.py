@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from actors.errors import ActorDied, DeadlineMissed
 from actors.inference_config import Transport
 from actors.inference_errors import NoServerLeft, ServerNotReady
+from actors.inference_pool import InferencePool
+from actors.learner_group import LearnerGroup
 from actors.sync_config import SyncConfig
 from actors.version_proof import (
     CANARY_SCALES,
@@ -34,6 +36,7 @@ from actors.version_proof import (
 from actors.vllm_transfer import Sending
 from actors.weight_noise import Noise, canary_groups
 from actors.weight_stage import version_label
+from actors.weight_sync import WeightSync
 from trajectories.schema import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -106,6 +109,14 @@ class ReceivingFleet(Protocol):
     def heal_with(self, heal: Callable[[ReceivingServer], Awaitable[None]]) -> None:
         """`heal` is called for a restarted server; see InferencePool."""
         ...
+
+
+def make_sync(
+    config: SyncConfig, *, source: LearnerGroup, target: InferencePool, on_served: Callable[[], None] | None = None
+) -> "WeightSync | TransferSync":
+    """What publishes versions by the config's transport."""
+    kind = TransferSync if config.transport.is_direct else WeightSync
+    return kind(source=source, target=target, config=config, on_served=on_served)
 
 
 class TransferSync:

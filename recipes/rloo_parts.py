@@ -19,7 +19,7 @@ from actors.inference_errors import NoServerLeft
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, start_learner_group
 from actors.rollout_pool import RolloutPool, RolloutStream, start_rollout_pool
-from actors.transfer_sync import TransferSync
+from actors.transfer_sync import TransferSync, make_sync
 from actors.weight_sync import WeightSync
 from envs.task import Task
 from envs.tasksets import resolve_tasks
@@ -37,7 +37,7 @@ from recipes.transports import (
     serving,
     serving_evaluation,
     shared_places,
-    start_sync,
+    training_sync,
 )
 from recipes.watchdog import Watchdog
 from trajectories.buffer import GroupBuffer
@@ -292,4 +292,4 @@ def _weight_sync(
         if oldest is not None and oldest.lineage == buffer.version.lineage:  # else a restore is under way, and tells it
             buffer.advance(oldest)
 
-    return start_sync(config, learner, servers, advance)
+    return make_sync(training_sync(config), source=learner, target=servers, on_served=advance)

@@ -6,17 +6,13 @@ config, and copied here. Called by recipes/rloo.py and recipes/rloo_parts.py.
 
 import dataclasses
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from actors.inference_config import InferencePoolConfig, Transport
-from actors.inference_pool import InferencePool
-from actors.learner_group import LearnerGroup
 from actors.placement import Place, shared_gpus
 from actors.sync_config import SyncConfig
-from actors.transfer_sync import TransferSync
-from actors.weight_sync import WeightSync
 from learners.config import Precision
 
 if TYPE_CHECKING:
@@ -102,15 +98,10 @@ def proven(config: "Config") -> SyncConfig:
     return dataclasses.replace(config.sync, probe_is_exact=config.learner.precision is Precision.FP32)
 
 
-def start_sync(
-    config: "Config", learner: LearnerGroup, servers: InferencePool, on_served: Callable[[], None]
-) -> WeightSync | TransferSync:
-    """What publishes the run's versions; `on_served` is called whenever a server, or all of them, took one."""
-    if config.sync.transport.is_direct:
-        return TransferSync(source=learner, target=servers, config=proven(config), on_served=on_served)
+def training_sync(config: "Config") -> SyncConfig:
+    """How the run's own servers get weights."""
     # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-    sync = dataclasses.replace(proven(config), barrier=config.sync.barrier or config.max_staleness == 0)
-    return WeightSync(source=learner, target=servers, config=sync, on_served=on_served)
+    return dataclasses.replace(proven(config), barrier=config.sync.barrier or config.max_staleness == 0)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from actors.inference_errors import NoServerLeft
 from actors.rollout_pool import RolloutPool, RolloutPoolConfig
 from envs.task import Task
 from learners.plan import BatchPlan
-from recipes import rloo, rloo_parts, transports
+from recipes import rloo, rloo_parts
 from recipes.audit import audit_store
 from recipes.event_log import read_history
 from recipes.policies import PolicyConfig
@@ -113,7 +113,7 @@ class FakeSync:
     num_syncs = num_syncs_in_flight = 0
     probe_gap_mean = 0.0
 
-    def __init__(self, *, source: FakeLearner, target: FakeServers, config: Any, on_served: Callable[[], None]) -> None:
+    def __init__(self, config: Any, *, source: FakeLearner, target: FakeServers, on_served: Callable[[], None]) -> None:
         self._source, self._bed, self._on_served = source, target._bed, on_served
 
     async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
@@ -191,7 +191,7 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
     monkeypatch.setattr(rloo_parts, "start_learner_group", learner)
     monkeypatch.setattr(rloo_parts, "start_inference_pool", servers)
     monkeypatch.setattr(rloo_parts, "start_rollout_pool", rollouts)
-    monkeypatch.setattr(transports, "WeightSync", FakeSync)
+    monkeypatch.setattr(rloo_parts, "make_sync", FakeSync)
     monkeypatch.setattr(rloo_parts, "resolve_tasks", lambda name, limit: TASKS)
     monkeypatch.setattr(rloo_parts, "resolve_policy", lambda name: Path("model"))
     return bed
