@@ -259,20 +259,20 @@ async def test_a_tied_head_that_keeps_its_packed_copy_is_caught_by_each_of_the_t
     with pytest.raises(VersionProofError, match=r"embed_tokens\.weight \(in lm_head\.weight\)"):
         await served.update(max_columns=16)
     with pytest.raises(VersionProofError, match="does not serve version"):
-        await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+        await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
 
 
 async def test_the_probe_alone_catches_every_tensor_that_stays_old(served: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(EngineWeights, "_raise_if_stale", lambda *_: None)
     await served.freeze()
     await served.update()
-    await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+    await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
     for name in [members[-1] for members in tensor_groups(t.name for t in served.manifest.tensors).values()]:
         await served.freeze(name, at=served.manifest)
         served.source.step(5)
         await served.update()
         with pytest.raises(VersionProofError, match="does not serve version"):
-            await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+            await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
         await served.freeze()
         await served.update()
 
