@@ -169,7 +169,8 @@ class TransferSync:
             gaps = [await check_probe(server, probe, self._config, is_exact=is_exact) for server in servers]
             if fresh:
                 await self._check_canaries(servers, probe)
-            for gap in gaps:
+            for server, gap in zip(servers, gaps, strict=True):
+                await server.refresh(self._config.probe_timeout_s)  # the pool routes by what it last heard
                 self._gaps.add(gap)
             self.num_syncs += 1
             if self._on_served is not None:

@@ -13,21 +13,20 @@ V0, V1, V2, V3 = (PolicyVersion(lineage=0, n=n) for n in range(4))
 NORM = "model.layers.1.norm.weight"
 
 
-def sync_of(fleet: FakeFleet, source: FakeSender, served: list[int] | None = None, **config) -> TransferSync:
+def sync_of(fleet: FakeFleet, source: FakeSender, on_served=None, **config) -> TransferSync:
     sync = SyncConfig(transport=Transport.NCCL, probe_tokens=8, **config)
-    return TransferSync(
-        source=source, target=fleet, config=sync, on_served=lambda: served.append(1) if served is not None else None
-    )
+    return TransferSync(source=source, target=fleet, config=sync, on_served=on_served)
 
 
 async def test_all_servers_meet_the_learner_once_and_take_each_version():
-    fleet, source, served = FakeFleet(FakeReceiver("a"), FakeReceiver("b")), FakeSender(), []
-    sync = sync_of(fleet, source, served, canary=False)
+    fleet, source = FakeFleet(FakeReceiver("a"), FakeReceiver("b")), FakeSender()
+    heard: list[list[PolicyVersion | None]] = []
+    sync = sync_of(fleet, source, lambda: heard.append([server.heard for server in fleet.servers]), canary=False)
     metrics = await sync.publish(V0)
     source.step()
     await sync.publish(V1)
     assert [server.received for server in fleet.servers] == [[V0, V1], [V0, V1]] and len(source.met) == 1
-    assert all(server.is_open for server in fleet.servers) and served == [1, 1]
+    assert all(server.is_open for server in fleet.servers) and heard == [[V0, V0], [V1, V1]]
     assert (metrics["sync/servers"], metrics["sync/probe_gap"], sync.num_syncs) == (2, 0, 2)
 
 

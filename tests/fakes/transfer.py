@@ -25,6 +25,8 @@ class FakeReceiver:
         self.quarantined = ""
         self.num_left = 0
         self.received: list[PolicyVersion] = []
+        self.heard: PolicyVersion | None = None
+        """The version that the driver knows of."""
         self.weights: dict[str, torch.Tensor] = {}
 
     @property
@@ -40,6 +42,7 @@ class FakeReceiver:
     async def refresh(self, deadline_s: float) -> None:
         if self.fails is not None:
             raise self.fails
+        self.heard = self.received[-1] if self.received and self.is_open else None
 
     async def close_transfer(self, deadline_s: float) -> None:
         self.num_left += 1
