@@ -64,6 +64,11 @@ class ServerHandle:
         """Its process; 0 while it starts or restarts."""
         return self.health.pid if self.health is not None else 0
 
+    @property
+    def num_running(self) -> int:
+        """Requests that it was sampling, as last heard of."""
+        return self.health.num_running if self.health is not None else 0
+
     async def start(self, version: PolicyVersion | None, deadline_s: float) -> None:
         """Loads the model; `version` names the weights on disk, None samples nothing before the first load."""
         self.health = await self._call("start", version, deadline_s=deadline_s)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from actors.errors import ActorDied, DeadlineMissed
-from actors.inference_config import Transport
+from actors.inference_config import Transport, UpdateMode
 from actors.inference_errors import NoServerLeft, ServerNotReady
 from actors.inference_pool import InferencePool
 from actors.learner_group import LearnerGroup
@@ -72,6 +72,11 @@ class ReceivingServer(ProbedServer, Protocol):
     @property
     def pid(self) -> int:
         """Its process, as last heard of; 0 while it starts or restarts."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests that it was sampling, as last heard of."""
         ...
 
     async def refresh(self, deadline_s: float) -> None:
@@ -144,7 +149,7 @@ class TransferSync:
         self._gaps = ProbeGaps(config)
         self.num_syncs = 0
         self.num_syncs_in_flight = 0
-        """Always 0: what a server was sampling when a version came is not counted here."""
+        """Syncs before which at least one server was sampling."""
         target.heal_with(self._wait_for_publish)
 
     @property
@@ -162,6 +167,7 @@ class TransferSync:
             began = time.perf_counter()
             probe = await ask_learner(self._source, version, self._config, vocab_size=self._target.vocab_size)
             servers = await self._meet()
+            num_in_flight = sum(server.num_running for server in servers)
             fresh = [server for server in servers if self._config.canary and _identity(server) not in self._proven]
             await self._send(version, admits=not fresh)
             sent_s = time.perf_counter() - began
@@ -173,11 +179,13 @@ class TransferSync:
                 await server.refresh(self._config.probe_timeout_s)  # the pool routes by what it last heard
                 self._gaps.add(gap)
             self.num_syncs += 1
+            self.num_syncs_in_flight += num_in_flight > 0
             if self._on_served is not None:
                 self._on_served()
             return {
                 "sync/servers": float(len(servers)),
                 "sync/load_s": sent_s,
+                "sync/in_flight": float(num_in_flight),
                 "sync/probe_gap": max(gaps),
                 "sync/probe_alarm": float(self._gaps.is_alarming(gaps)),
             }
@@ -217,7 +225,9 @@ class TransferSync:
         return servers
 
     async def _send(self, version: PolicyVersion, *, admits: bool, noise: Noise | None = None) -> None:
-        sending = Sending(version=version, mode=self._config.mode, admits=admits, noise=noise)
+        # What is kept must not go on with weights that are disturbed, or not proven yet.
+        mode = self._config.mode if admits else UpdateMode.ABORT
+        sending = Sending(version=version, mode=mode, admits=admits, noise=noise)
         async with deadline(f"sending version {version_label(version)} to all servers", self._config.load_timeout_s):
             await self._source.send_weights(sending)
 

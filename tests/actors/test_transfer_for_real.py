@@ -43,6 +43,10 @@ class Server:
     def actor(self) -> "Server":
         return self
 
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
     async def refresh(self, deadline_s: float) -> None:
         return None
 
@@ -158,6 +162,7 @@ async def test_weights_that_a_rank_sends_are_proven_and_sampled_in_mid_reply_too
     metrics = await sync.publish(PolicyVersion(lineage=0, n=1))
     crossed = await flying
     assert [span.version.n for span in crossed.spans] == [0, 1] and metrics["sync/probe_gap"] < 1e-5
+    assert (metrics["sync/in_flight"], sync.num_syncs_in_flight) == (1, 1)
     fresh = await server.reply(24)
     theirs = source.learner.logprobs([*PROMPT, *fresh.ids])[len(PROMPT) - 1 :]
     assert max(abs(a - b) for a, b in zip(fresh.logprobs, theirs, strict=True)) < 1e-5

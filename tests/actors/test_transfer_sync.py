@@ -3,6 +3,7 @@
 import pytest
 
 from actors.errors import ActorDied
+from actors.inference_config import UpdateMode
 from actors.inference_errors import NoServerLeft, VersionProofError, WeightSyncTimeout
 from actors.sync_config import SyncConfig, Transport
 from actors.transfer_sync import TransferSync
@@ -38,8 +39,11 @@ async def test_the_canary_moves_every_group_once_restores_the_weights_and_lets_r
     assert fleet.servers[0].received == [V0] * (1 + groups + 1)
     for server in fleet.servers:
         assert server.is_open and all((server.weights[name] == w).all() for name, w in source.weights.items())
+    assert set(fleet.servers[0].modes) == {UpdateMode.ABORT}, "nothing goes on with weights that are not proven"
+    fleet.servers[0].num_running = 3
     source.step()
-    await sync.publish(V1)
+    assert (await sync.publish(V1))["sync/in_flight"] == 3 and sync.num_syncs_in_flight == 1
+    assert fleet.servers[0].modes[-1] is UpdateMode.KEEP
     assert fleet.servers[0].received[-1] == V1 and len(fleet.servers[0].received) == 1 + groups + 1 + 1
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from actors.inference_config import Transport
+from actors.inference_config import Transport, UpdateMode
 from actors.vllm_transfer import Sending
 from actors.weight_noise import disturb
 from tests.fakes.synced_server import FakeSource, say
@@ -22,6 +22,8 @@ class FakeReceiver:
         self.deaf = tuple(deaf)
         self.fails: Exception | None = None
         self.is_open = False
+        self.num_running = 0
+        self.modes: list[UpdateMode] = []
         self.quarantined = ""
         self.num_left = 0
         self.received: list[PolicyVersion] = []
@@ -38,6 +40,7 @@ class FakeReceiver:
         self.weights = tensors | kept
         self.is_open = sending.admits
         self.received.append(sending.version)
+        self.modes.append(sending.mode)
 
     async def refresh(self, deadline_s: float) -> None:
         if self.fails is not None:
