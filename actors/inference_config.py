@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 CPU_BLOCK_TOKENS = 32
 """Granularity of the prefix cache on CPU. vLLM's default there, 128, would never reuse a prompt of 100 tokens."""
 
@@ -91,12 +93,12 @@ class ServerConfig:
     """Replicas that vLLM runs as one engine. More than 1 is for experts spread over them; else take more servers."""
     expert_parallel: bool = False
     """Spread the experts of a mixture over all tensor- and data-parallel ranks, instead of slicing each."""
-    lora_rank: int = 0
-    """Rank of the adapter that is served on the model; 0 serves none. Recipes fill it in from learner.lora."""
-    lora_targets: tuple[str, ...] = ()
-    """Names of the linear maps that the adapter may change, likewise from learner.lora."""
-    transport: Transport = Transport.FILES
-    """How weights come; recipes fill it in from sync.transport."""
+    lora_rank: tyro.conf.Suppress[int] = 0
+    """Rank of the adapter that is served on the model; 0 serves none. No flag: recipes take it from learner.lora."""
+    lora_targets: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """Names of the linear maps that the adapter may change; likewise."""
+    transport: tyro.conf.Suppress[Transport] = Transport.FILES
+    """How weights come. No flag: recipes take it from sync.transport."""
     colocated: bool = False
     """Take turns with the learner: sleep while it trains, wake when its weights come. On GPUs a server and a learner
     rank share one, whose memory the sleeper frees; on CPU they share the cores, and nothing is freed."""

@@ -6,6 +6,7 @@ config, and copied here. Called by recipes/rloo.py and recipes/rloo_parts.py.
 
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from learners.config import Precision
 
 if TYPE_CHECKING:
     from recipes.rloo import Config
+
+logger = logging.getLogger(__name__)
 
 STAGED = "files or object_store"
 
@@ -108,6 +111,8 @@ def training_sync(config: "Config") -> SyncConfig:
 async def shared_places(config: "Config") -> AsyncIterator[list[Place]]:
     """Where pairs of a learner rank and a server go that take turns on a GPU; none where they do not."""
     server, learners = config.policy.pool.server, config.learners
+    if server.colocated and not server.num_gpus:
+        logger.info("servers pause while the learner trains; on CPU vLLM frees no memory of a server that sleeps")
     if not (server.colocated and server.num_gpus):
         yield []
         return
