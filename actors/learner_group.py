@@ -197,12 +197,12 @@ class LearnerGroup:
     async def _start(self) -> None:
         config = self._config
         # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
-        actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
+        options = config.resources.options(OMP_WAIT_POLICY="PASSIVE")
         at = [{"scheduling_strategy": place, "num_gpus": SHARED_GPU} for place in self._places]
         self._ranks = [
-            actor.options(**here).remote(
-                self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads
-            )
+            ray.remote(LearnerRank)
+            .options(**options | here)
+            .remote(self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads)
             for rank, here in enumerate(at or [{}] * config.num_ranks)
         ]
         limit = config.start_deadline_s

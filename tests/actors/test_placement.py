@@ -21,10 +21,11 @@ async def test_pairs_share_a_gpu_each() -> None:
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20)
     try:
         async with shared_gpus(2, num_cpus=0, what="two pairs", deadline_s=30) as places:
-            half = ray.remote(Holder).options(num_cpus=0, num_gpus=SHARED_GPU)
-            ranks = [half.options(scheduling_strategy=place).remote() for place in places]
-            servers = [half.options(scheduling_strategy=place).remote() for place in places]
-            gpus = [await actor.gpu.remote() for actor in (*ranks, *servers)]
+            pairs = [
+                ray.remote(Holder).options(num_cpus=0, num_gpus=SHARED_GPU, scheduling_strategy=place).remote()
+                for place in (*places, *places)
+            ]
+            gpus = [await actor.gpu.remote() for actor in pairs]
     finally:
         ray.shutdown()
     assert gpus[:2] == gpus[2:] and sorted(gpus[:2]) == ["0", "1"]

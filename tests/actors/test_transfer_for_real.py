@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ async def ends(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
     patch = pytest.MonkeyPatch()
     for name, value in {**config.environment(), FILE: str(scratch / "sent.safetensors")}.items():
         patch.setenv(name, value)
-    patch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: "endpoint")
+    endpoint = SimpleNamespace(destroy=lambda: None)
+    patch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: endpoint)
     patch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast)
     patch.setattr(learner_group, "call_all", call_all)
     engine = await Engine.start(model, config, name="server-0", version=None)
