@@ -1,41 +1,34 @@
-"""A LoRA adapter as a server takes it: a directory in peft's form, and the version that it makes of the policy.
+"""A LoRA adapter as a server takes it: a stage in peft's form, whole or disturbed for a canary.
 
-Invariant: the files of an adapter that was read are there. Made where a learner exported one;
-loaded by actors/inference_engine.py.
+Invariant: a server holds one adapter, and a new version replaces it in place, for requests in flight too.
+Called by actors/engine_weights.py; written by a learner rank (actors/weight_stage.py).
 """
 
-import json
-from dataclasses import dataclass
+import shutil
 from pathlib import Path
 
 from actors.inference_errors import WeightSyncError
-from trajectories.schema import PolicyVersion
+from actors.weight_noise import Noise, disturb
+from actors.weight_stage import ADAPTER_CONFIG, ADAPTER_SHARD, Manifest, read_stage
 
-NAME = "policy"
-"""The one adapter of a server; a new version replaces it in place, for requests in flight too."""
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_NAME = "policy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """One version of an adapter on the model that the servers loaded."""
+def require_room(manifest: Manifest, largest: int, server: str) -> None:
+    """WeightSyncError where a server cannot hold the adapter."""
+    if manifest.lora_rank > largest:
+        raise WeightSyncError(
+            f"{server} takes adapters up to rank {largest}, got rank {manifest.lora_rank}: set the server's lora_rank"
+        )
 
-    version: PolicyVersion
-    directory: Path
-    rank: int
 
-    @classmethod
-    def read(cls, directory: Path, version: PolicyVersion) -> "Adapter":
-        """The adapter in `directory`; WeightSyncError where it is not whole."""
-        missing = [name for name in FILES if not (directory / name).is_file()]
-        if missing:
-            raise WeightSyncError(f"adapter {directory} lacks {', '.join(missing)}: export it in peft's form")
-        rank = json.loads((directory / FILES[0]).read_text())["r"]
-        return cls(version=version, directory=directory, rank=rank)
+def disturbed_adapter(manifest: Manifest, noise: Noise, directory: Path) -> None:
+    """Writes the adapter into `directory` with noise on the matrices that it names."""
+    from safetensors.torch import save_file
 
-    def require_rank(self, largest: int, server: str) -> None:
-        """WeightSyncError where a server cannot hold it."""
-        if self.rank > largest:
-            raise WeightSyncError(
-                f"{server} takes adapters up to rank {largest}, got rank {self.rank}: set the server's lora_rank"
-            )
+    tensors = {
+        staged.name: disturb(tensor, staged.name, noise) if staged.name in noise.names else tensor
+        for staged, tensor in read_stage(manifest)
+    }
+    save_file(tensors, directory / ADAPTER_SHARD, metadata={"format": "pt"})
+    shutil.copyfile(manifest.directory / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)

@@ -11,8 +11,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 CPU_BLOCK_TOKENS = 32
 """Granularity of the prefix cache on CPU. vLLM's default there, 128, would never reuse a prompt of 100 tokens."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes in which vLLM 0.32 makes room for an adapter."""
 
 
 class DType(StrEnum):
@@ -35,6 +40,26 @@ class UpdateMode(StrEnum):
     """They finish with the old weights first; nothing new starts meanwhile."""
     ABORT = "abort"
     """They are dropped; their requests fail over as if the server had gone."""
+
+
+class Transport(StrEnum):
+    """How weights reach the servers."""
+
+    FILES = "files"
+    """Servers read a stage where the learner wrote it: shared memory of one node, or a disk that all nodes share."""
+    OBJECT_STORE = "object_store"
+    """Ray carries the stage to each node once, into shared memory there."""
+    NCCL = "nccl"
+    """vLLM's broadcast from learner rank 0 to servers on other GPUs."""
+    IPC = "ipc"
+    """Colocated servers map what the rank on their GPU gathered."""
+    SHARDED_RDT = "sharded_rdt"
+    """Each server rank pulls from all learner ranks, layer by layer, over NIXL."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether vLLM's own engines carry tensors from GPU to GPU, all servers at once and nothing staged."""
+        return self not in (Transport.FILES, Transport.OBJECT_STORE)
 
 
 class KvReuse(StrEnum):
@@ -68,8 +93,15 @@ class ServerConfig:
     """Replicas that vLLM runs as one engine. More than 1 is for experts spread over them; else take more servers."""
     expert_parallel: bool = False
     """Spread the experts of a mixture over all tensor- and data-parallel ranks, instead of slicing each."""
-    lora_rank: int = 0
-    """Largest rank of adapters that are served on the model; 0 serves none."""
+    lora_rank: tyro.conf.Suppress[int] = 0
+    """Rank of the adapter that is served on the model; 0 serves none. No flag: recipes take it from learner.lora."""
+    lora_targets: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """Names of the linear maps that the adapter may change; likewise."""
+    transport: tyro.conf.Suppress[Transport] = Transport.FILES
+    """How weights come. No flag: recipes take it from sync.transport."""
+    colocated: bool = False
+    """Take turns with the learner: sleep while it trains, wake when its weights come. On GPUs a server and a learner
+    rank share one, whose memory the sleeper frees; on CPU they share the cores, and nothing is freed."""
     num_cpus: float = 0.0
     """CPU cores to reserve in Ray's scheduler."""
     num_gpus: int = 0
@@ -88,13 +120,17 @@ class ServerConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.kv_cache_gb <= 0:
             raise ValueError(f"kv_cache_gb must be > 0, got {self.kv_cache_gb}")
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank must be >= 0 (0 serves no adapters), got {self.lora_rank}")
+        if not 0 <= self.lora_rank <= LORA_RANKS[-1]:
+            raise ValueError(f"lora_rank must be 0 (no adapter) to {LORA_RANKS[-1]}, got {self.lora_rank}")
+        if self.lora_rank and not self.lora_targets:
+            raise ValueError("an adapter needs lora_targets, the linear maps that it changes, such as q_proj v_proj")
         if self.num_gpus not in (0, self.num_ranks):
             product = " x ".join(f"{name}={getattr(self, name)}" for name in sizes)
             raise ValueError(f"num_gpus must be 0 (CPU) or {product}, got {self.num_gpus}")
         if self.num_gpus == 0 and self.num_ranks != self.tensor_parallel_size:
             raise ValueError("pipeline and data parallelism need GPUs: set num_gpus to the product of the three sizes")
+        if self.colocated and self.num_ranks > 1:
+            raise ValueError("a colocated server has one GPU, its learner rank's; set the three parallel sizes to 1")
 
     @property
     def num_ranks(self) -> int:
@@ -104,7 +140,8 @@ class ServerConfig:
     @property
     def spans_nodes(self) -> bool:
         """Whether vLLM places the ranks by itself, as Ray actors on any nodes, instead of beside the server."""
-        return self.pipeline_parallel_size * self.data_parallel_size > 1
+        many = self.pipeline_parallel_size * self.data_parallel_size > 1
+        return many or self.transport is Transport.SHARDED_RDT  # which pulls by Ray, so its ranks must be Ray's
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the server's process needs before vLLM is imported."""
@@ -116,6 +153,8 @@ class ServerConfig:
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
+        if self.transport is Transport.IPC:  # handles of GPU memory are no plain data
+            common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         if self.num_gpus:
             return common
         return common | {
@@ -148,21 +187,34 @@ class ServerConfig:
             args["block_size"] = CPU_BLOCK_TOKENS
             args["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)
             args["distributed_executor_backend"] = "uni" if self.tensor_parallel_size == 1 else "mp"
-        return args | self._parallel_args() | self._lora_args() | dict(self.engine_args)
+        return args | self._parallel_args() | self._lora_args() | self._update_args() | dict(self.engine_args)
 
     def _parallel_args(self) -> dict[str, Any]:
-        if not self.spans_nodes:
-            return {"enable_expert_parallel": True} if self.expert_parallel else {}
-        return {
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            "data_parallel_size": self.data_parallel_size,
-            "data_parallel_backend": "ray",
-            "distributed_executor_backend": "ray",
-            "enable_expert_parallel": self.expert_parallel,
-        }
+        args: dict[str, Any] = {"distributed_executor_backend": "ray"} if self.spans_nodes else {}
+        if self.pipeline_parallel_size * self.data_parallel_size > 1:
+            args["pipeline_parallel_size"] = self.pipeline_parallel_size
+            args["data_parallel_size"] = self.data_parallel_size
+            args["data_parallel_backend"] = "ray"
+        if self.spans_nodes or self.expert_parallel:
+            args["enable_expert_parallel"] = self.expert_parallel
+        return args
 
     def _lora_args(self) -> dict[str, Any]:
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.lora_rank} if self.lora_rank else {}
+        if not self.lora_rank:
+            return {}
+        room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
+        # Named, because vLLM else prepares the output head too, whose adapter code on CPU cannot compute the
+        # log-probabilities of a prompt: the first probe would end the engine.
+        targets = list(self.lora_targets)
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": targets}
+
+    def _update_args(self) -> dict[str, Any]:
+        args: dict[str, Any] = {}
+        if self.transport.is_direct:
+            args["weight_transfer_config"] = {"backend": self.transport.value}
+        if self.colocated and self.num_gpus:
+            args["enable_sleep_mode"] = True
+        return args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +260,12 @@ def num_positions(model: Path) -> int:
     """Longest sequence that a model directory's config.json allows."""
     config = json.loads((model / "config.json").read_text())
     return config.get("text_config", config)["max_position_embeddings"]
+
+
+def vocabulary_size(model: Path) -> int:
+    """Token ids that a model directory's config.json knows."""
+    config = json.loads((model / "config.json").read_text())
+    return config.get("text_config", config)["vocab_size"]
 
 
 def saved_dtype(model: Path) -> DType:

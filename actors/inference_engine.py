@@ -1,89 +1,52 @@
-"""One vLLM engine: exact tokens in, exact tokens out as they come, and weights replaced while it generates.
+"""One vLLM engine: exact tokens in, exact tokens out as they come.
 
 Invariant: nothing is sampled before a version is set, and a sampled token carries the version whose weights sampled it.
-Imports vLLM, unmodified. Held by the actor in actors/inference_server.py; works without Ray.
+Imports vLLM, unmodified. Held by the actor in actors/inference_server.py; works without Ray. How its weights change
+meanwhile: actors/engine_weights.py.
 """
 
 import asyncio
 import itertools
-import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.adapter import NAME as ADAPTER_NAME
-from actors.adapter import Adapter
 from actors.engine_stats import EngineStats, step_logger
+from actors.engine_weights import EngineWeights
 from actors.inference_admission import Admission
-from actors.inference_config import ServerConfig, UpdateMode
-from actors.inference_errors import (
-    NonFiniteLogprobs,
-    RequestDropped,
-    ServerGone,
-    ServerNotReady,
-    ServerStartError,
-    VersionProofError,
-    WeightSyncError,
-)
+from actors.inference_config import ServerConfig
+from actors.inference_errors import NonFiniteLogprobs, RequestDropped, ServerGone, ServerNotReady, ServerStartError
 from actors.inference_request import Part, Request, spans_of
-from actors.weight_noise import Noise
-from actors.weight_stage import Manifest, corrupt_tensors, version_label
 from envs.errors import ContextLimit
 from envs.sampler import SamplingParams
 from trajectories.schema import PolicyVersion
-
-logger = logging.getLogger(__name__)
 
 _ENTRY_POLL_S = 0.001
 PROBE_FIRST = -1
 """Priority of a probe: before every request."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What one weight update took and proved."""
-
-    version: PolicyVersion
-    pause_s: float
-    """Seconds in which nothing was sampled."""
-    load_s: float
-    """Seconds of these in which weights were replaced."""
-    read_back_s: float
-    """Seconds of these in which the kernels' weights were read back."""
-    num_in_flight: int
-    """Requests that were being sampled when the update began."""
-    num_values: int
-    """Weights that were read back and agreed, bit for bit."""
-    unread: tuple[str, ...]
-    """Tensors of the stage that no kernel could be asked for."""
-
-
 class Engine:
-    """An AsyncLLM and the version of its weights; made by `Engine.start`."""
+    """An AsyncLLM and its weights; made by `Engine.start`."""
 
     def __init__(self, llm: Any, config: ServerConfig, name: str, stats: EngineStats) -> None:
         self._llm: Any = llm
         self._config = config
         self._name = name
         self._admission = Admission(config.max_num_seqs, kv_capacity_tokens(llm.vllm_config.cache_config))
-        self._update = asyncio.Lock()
-        self._version: PolicyVersion | None = None
-        self._fault = ""
         self._is_draining = False
-        self._lora: Any = None
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self._open = asyncio.Event()
-        self._open.set()
         self._entering: set[str] = set()
         """Requests handed to vLLM of which nothing has come back yet."""
         self._num_probes = itertools.count()
         self.stats = stats
+        self.weights = EngineWeights(
+            llm, config, name, stats, num_running=lambda: self.num_running, until_entered=self._until_entered
+        )
         stats.on_step = self._admission.observe
 
     @classmethod
@@ -105,18 +68,18 @@ class Engine:
         engine = cls(llm, config, name, stats)
         await llm.collective_rpc("end_with", args=(os.getpid(),))
         if version is not None:
-            await engine._set_version(version)
+            await engine.weights.set_version(version)
         return engine
 
     @property
     def version(self) -> PolicyVersion | None:
         """The version that samples the next token; None until one is set."""
-        return self._version
+        return self.weights.version
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are sampled."""
-        return self._version is not None and not self._fault and not self._is_draining
+        return not self._is_draining and not self.weights.what_is_missing
 
     @property
     def num_running(self) -> int:
@@ -151,6 +114,7 @@ class Engine:
     def close(self) -> None:
         """Stops vLLM's processes; nothing works afterwards."""
         self._llm.shutdown()
+        self.weights.close()
         self._llm = None  # its destructor runs now, not while the interpreter ends
 
     async def generate(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
@@ -163,12 +127,14 @@ class Engine:
             raise ContextLimit(f"prompt of {num_prompt} tokens, but {self._name} takes {limit - 1}")
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
-            await self._awake.wait()
+            await self.weights.until_awake()
             self._require_ready()
-            await self._open.wait()
+            await self.weights.until_open()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)
-            outputs = self._run(request.prompt_ids, params, request_id, request.salt or self._salt(), request.priority)
+            outputs = self._run(
+                request.prompt_ids, params, request_id, request.salt or self.weights.salt, request.priority
+            )
             done = 0
             async with aclosing(outputs):
                 async for output in outputs:
@@ -205,144 +171,9 @@ class Engine:
         ]
         return self._finite(values)
 
-    async def load(self, manifest: Manifest, *, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
-        """Replaces the weights between two steps of the engine and proves that the kernels hold them.
-
-        A failure leaves the server refusing requests, because part of its weights may be new; so does success without
-        `admits`, until `admit`.
-        """
-        async with self._update:
-            await self._raise_if_corrupt(manifest)
-            num_in_flight = self.num_running
-            began = time.perf_counter()
-            # What is kept must not go on before the new weights are proven.
-            async with self._paused(mode if admits else UpdateMode.ABORT):
-                loaded = await self._rpc("load_stage", manifest.as_message(), None)
-                checked = await self._rpc("read_back", manifest.as_message(), max_columns)
-                self._raise_if_stale(manifest, checked)
-                await self._set_version(manifest.version)
-                self._fault = "" if admits else "its weights are not proven yet"
-            return LoadReport(
-                version=manifest.version,
-                pause_s=time.perf_counter() - began,
-                load_s=max(part["load_s"] for part in loaded),
-                read_back_s=max(part["read_back_s"] for part in checked),
-                num_in_flight=num_in_flight,
-                num_values=sum(part["num_values"] for part in checked),
-                unread=tuple(checked[0]["unread"]),
-            )
-
-    async def load_adapter(self, adapter: Adapter, *, mode: UpdateMode) -> None:
-        """Puts an adapter on the model, in place of the one before it; the model's own weights stay as they are.
-
-        Raises WeightSyncError when the engine cannot take it, and samples nothing then.
-        """
-        from vllm.lora.request import LoRARequest
-
-        adapter.require_rank(self._config.lora_rank, self._name)
-        path = str(adapter.directory)
-        async with self._update, self._paused(mode):
-            try:
-                await self._llm.add_lora(LoRARequest(ADAPTER_NAME, 1, path, load_inplace=True))
-            except Exception as error:  # vLLM raises nothing narrower when a worker refuses an adapter
-                raise WeightSyncError(f"{self._name} does not take adapter {path}: {error}") from error
-            # Requests name it without load_inplace, or each of them would read it from disk again.
-            self._lora = LoRARequest(ADAPTER_NAME, 1, path)
-            await self._set_version(adapter.version)
-
-    async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
-        """Pushes the stage with noise through the path of `load`; nothing is sampled until the next `load`."""
-        async with self._update:
-            self._fault = "its weights are disturbed for a canary"
-            async with self._paused(UpdateMode.ABORT):
-                await self._rpc("load_stage", manifest.as_message(), asdict(noise))
-
-    async def open_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the group of a learner that sends by vLLM's own transfer (actors/vllm_transfer.py)."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-
-    async def begin_transfer(self, mode: UpdateMode) -> None:
-        """Stops sampling and makes ready to receive; until `end_transfer` no other update comes in."""
-        await self._update.acquire()
-        self._fault = "its weights are being received"
-        await self._until_entered()
-        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
-        await self._llm.start_weight_update()
-
-    async def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Receives what the learner sends meanwhile."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-
-    async def end_transfer(self, version: PolicyVersion) -> None:
-        """Samples on, as `version`."""
-        await self._llm.finish_weight_update(version_label(version))
-        self._version, self._fault = version, ""
-        await self._llm.resume_generation()
-        self._update.release()
-
-    async def sleep(self) -> None:
-        """Gives the GPU's memory to the learner: weights and caches go, and requests wait for `wake_cache`."""
-        self._awake.clear()
-        # Level 2 drops the weights: those that come after the learner's turn are new ones.
-        await self._llm.sleep(level=2, mode="abort")
-
-    async def wake_weights(self) -> None:
-        """Takes memory for weights back, so that a `load` or a transfer may fill it."""
-        await self._llm.wake_up(tags=["weights"])
-
-    async def wake_cache(self) -> None:
-        """Takes memory for caches back and samples on."""
-        await self._llm.wake_up(tags=["kv_cache"])
-        await self._llm.resume_generation()
-        self._awake.set()
-
-    def admit(self) -> None:
-        """Lets requests in after a `load` that kept them out."""
-        self._fault = ""
-
-    def quarantine(self, reason: str) -> None:
-        """Refuses requests until the next `load` succeeds."""
-        self._fault = reason
-
     def drain(self) -> None:
         """Takes no further request for good; those in flight end."""
         self._is_draining = True
-
-    @asynccontextmanager
-    async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Between two engine steps, with the prefix cache kept: salts, not clearing, keep versions apart.
-
-        vLLM queues what comes while it is paused, and would then sample it with the new weights over what its salt, the
-        old version's, lets it read. So requests that come meanwhile wait here, and take their salt afterwards.
-        """
-        began = time.perf_counter()
-        self._open.clear()
-        try:
-            await self._until_entered()
-            async with self._stopped(mode):
-                yield
-        finally:
-            self._open.set()
-            self.stats.pause_s += time.perf_counter() - began
-
-    @asynccontextmanager
-    async def _stopped(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Nothing is sampled within the block; when it fails, nothing after it either."""
-        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
-        try:
-            yield
-        except BaseException as error:
-            self._fault = f"weight update failed: {error!r}"
-            if not self.is_dead:  # what is kept must not go on with weights of which a part may be new
-                await self._llm.pause_generation(mode=UpdateMode.ABORT.value, clear_cache=False)
-            raise
-        finally:
-            if self._awake.is_set() and not self.is_dead:  # else there is no cache to sample with yet
-                await self._llm.resume_generation()
 
     async def _until_entered(self) -> None:
         """Returns once vLLM has every request that was let in: what it has, its next pause comes after."""
@@ -351,42 +182,11 @@ class Engine:
                 return
             await asyncio.sleep(_ENTRY_POLL_S)
 
-    async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        try:
-            return await self._llm.collective_rpc(method, args=args)
-        except Exception as error:  # vLLM raises nothing narrower when a worker's method fails
-            raise WeightSyncError(f"{self._name}: {method} failed in the engine: {error}") from error
-
-    async def _raise_if_corrupt(self, manifest: Manifest) -> None:
-        """Checks the stage's digests while the engine goes on, in a thread: hashing 269 MB takes 0.1 s."""
-        corrupt = await asyncio.to_thread(corrupt_tensors, manifest)
-        if corrupt:
-            version = version_label(manifest.version)
-            raise VersionProofError(
-                f"{self._name}: bytes staged for version {version} differ from the learner's: {_few(corrupt)}"
-            )
-
-    def _raise_if_stale(self, manifest: Manifest, checked: list[dict[str, Any]]) -> None:
-        stale = sorted({name for part in checked for name in part["stale"]})
-        if stale:
-            version = version_label(manifest.version)
-            raise VersionProofError(f"{self._name}: kernels do not hold version {version} of {_few(stale)}")
-
-    async def _set_version(self, version: PolicyVersion) -> None:
-        await self._llm.update_weight_version(version_label(version))
-        self._version = version
-
-    def _salt(self) -> str:
-        assert self._version is not None, "generate checks readiness first"
-        return version_label(self._version)
-
     def _require_ready(self) -> None:
         if self._is_draining:
             raise ServerNotReady(f"{self._name} is being removed")
-        if self._fault:
-            raise ServerNotReady(f"{self._name} is out of service: {self._fault}")
-        if self._version is None:
-            raise ServerNotReady(f"{self._name} has no proven weights yet")
+        if missing := self.weights.what_is_missing:
+            raise ServerNotReady(f"{self._name} {missing}")
 
     async def _run(
         self, prompt_ids: Sequence[int], params: Any, request_id: str, salt: str, priority: int
@@ -395,7 +195,9 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        outputs = self._llm.generate(prompt, params, request_id=request_id, priority=priority, lora_request=self._lora)
+        outputs = self._llm.generate(
+            prompt, params, request_id=request_id, priority=priority, lora_request=self.weights.lora
+        )
         self._entering.add(request_id)
         try:
             async with aclosing(outputs):
@@ -460,8 +262,3 @@ def _vllm_params(params: SamplingParams, stop_ids: Sequence[int], stream_tokens:
         output_kind=RequestOutputKind.DELTA,
         stream_interval=stream_tokens,
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first names, and how many more."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

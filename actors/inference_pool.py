@@ -15,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import call
+from actors.engine_weights import LoadReport
 from actors.errors import ActorDied, ClusterError
-from actors.inference_config import DType, InferencePoolConfig, UpdateMode, check_model, saved_dtype
+from actors.inference_config import (
+    DType,
+    InferencePoolConfig,
+    ServerConfig,
+    UpdateMode,
+    check_model,
+    saved_dtype,
+    vocabulary_size,
+)
 from actors.inference_directory import ActorDirectory
-from actors.inference_engine import LoadReport
 from actors.inference_errors import ServerNotReady, ServerStartError
 from actors.inference_metrics import Gauges, pool_metrics
 from actors.inference_sampler import PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
-from actors.placement import reserve
+from actors.placement import SHARED_GPU, Place, give_back, reserve
 from actors.weight_noise import Noise
 from actors.weight_stage import Manifest
 from trajectories.schema import PolicyVersion
@@ -51,6 +57,16 @@ class ServerHandle:
     def version(self) -> PolicyVersion | None:
         """Version that it samples with; None while it samples nothing."""
         return self.health.version if self.health is not None and self.health.is_ready else None
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 while it starts or restarts."""
+        return self.health.pid if self.health is not None else 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that it was sampling, as last heard of."""
+        return self.health.num_running if self.health is not None else 0
 
     async def start(self, version: PolicyVersion | None, deadline_s: float) -> None:
         """Loads the model; `version` names the weights on disk, None samples nothing before the first load."""
@@ -81,9 +97,13 @@ class ServerHandle:
         """Log-probability of each of `ids` after the first."""
         return await self._call("probe", ids, deadline_s=deadline_s)
 
-    async def transfer(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> None:
-        """One of open_transfer, begin_transfer, receive and end_transfer; see actors/vllm_transfer.py."""
-        await self._call(method, *arguments, deadline_s=deadline_s)
+    async def sleep(self, deadline_s: float) -> None:
+        """Has it leave GPU and cores to the learner until the next weights come."""
+        await self._call("sleep", deadline_s=deadline_s)
+
+    async def close_transfer(self, deadline_s: float) -> None:
+        """Has it leave the group in which learner ranks sent weights (actors/vllm_transfer.py)."""
+        await self._call("close_transfer", deadline_s=deadline_s)
 
     async def drain(self, deadline_s: float) -> None:
         """Has it take no further request."""
@@ -108,8 +128,9 @@ class ServerHandle:
 class InferencePool:
     """Servers of one policy; made by `start_inference_pool`."""
 
-    def __init__(self, config: InferencePoolConfig, model: Path) -> None:
+    def __init__(self, config: InferencePoolConfig, model: Path, places: Sequence[Place]) -> None:
         self._config = config
+        self._lent = places
         self._model = model
         self.id = f"inference-{secrets.token_hex(4)}"
         """Its servers are actors named ID/SERVER."""
@@ -118,12 +139,17 @@ class InferencePool:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._last_seen: dict[str, ServerHealth] = {}
         self._gauges = Gauges()
-        self._places: dict[str, PlacementGroup] = {}
+        self._places: dict[str, Place] = {}
+        """Those that it reserved, by the server that is there."""
         self.servers: tuple[ServerHandle, ...] = ()
         self.is_exact = (
             saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
         ) is DType.FLOAT32
         """True where servers compute in float32, so that a probe must match the learner's."""
+        self.ranks_per_server = config.server.num_ranks
+        """GPUs of each."""
+        self.vocab_size = vocabulary_size(model)
+        """Token ids of the policy."""
         self.num_restarts = 0
         """Servers that died and are back."""
 
@@ -140,11 +166,22 @@ class InferencePool:
         """The oldest version that a server still samples with; None while none samples."""
         return min((server.version for server in self.servers if server.version is not None), default=None)
 
-    async def until_one_serves(self) -> None:
-        """Returns when a server samples; ServerStartError naming all when none does within `start_timeout_s`."""
+    async def sleep(self) -> None:
+        """Puts every living server to sleep: the learner's turn. A server wakes with the weights that it gets next."""
+        slept = await asyncio.gather(
+            *(server.sleep(self._config.health_timeout_s) for server in self.servers), return_exceptions=True
+        )
+        for server, error in zip(self.servers, slept, strict=True):
+            if isinstance(error, ActorDied | ServerNotReady):
+                logger.warning("server=%s is down and does not sleep: %s", server.name, _last_line(error))
+            elif error is not None:
+                raise error
+
+    async def until_one_is_up(self) -> None:
+        """Returns when a server answers; ServerStartError naming all when none does within `start_timeout_s`."""
         limit = self._config.start_timeout_s
         deadline = time.monotonic() + limit
-        while self.oldest_version() is None:
+        while all(server.health is None for server in self.servers):
             if time.monotonic() > deadline:
                 names = ", ".join(server.name for server in self.servers)
                 raise ServerStartError(f"all servers died ({names}) and none came back within {limit:g} s")
@@ -168,7 +205,7 @@ class InferencePool:
 
     async def start(self, version: PolicyVersion | None) -> None:
         """Starts the configured servers, all at once; see `start_inference_pool`."""
-        places = await self._reserve(self._config.num_servers)
+        places = self._lent or await self._reserve(self._config.num_servers)
         self.servers = servers = tuple(self._new_server(place) for place in places)
         await asyncio.gather(*(_start(server, version, self._config.start_timeout_s) for server in servers))
         self._last_seen = {server.name: server.health for server in servers if server.health is not None}
@@ -214,7 +251,7 @@ class InferencePool:
         for server in self.servers:
             self._forget(server)
 
-    async def _reserve(self, num_servers: int) -> Sequence[PlacementGroup | None]:
+    async def _reserve(self, num_servers: int) -> Sequence[Place | None]:
         """A place for each server; None where it reserves nothing, or where vLLM places its ranks itself."""
         server = self._config.server
         needs = {"CPU": server.num_cpus, "GPU": 0 if server.spans_nodes else server.num_gpus}
@@ -224,9 +261,9 @@ class InferencePool:
         what = f"{num_servers} inference server{'s' if num_servers > 1 else ''}"
         return await reserve([bundle] * num_servers, what=what, deadline_s=self._config.start_timeout_s)
 
-    def _new_server(self, place: PlacementGroup | None) -> ServerHandle:
+    def _new_server(self, place: Place | None) -> ServerHandle:
         name = f"server-{next(self._numbers)}"
-        if place is not None:
+        if place is not None and place not in self._lent:
             self._places[name] = place
         actor = _actor(self._config, place, name=f"{self.id}/{name}")
         return ServerHandle(name, actor.remote(name, self._model, self._config.server))
@@ -235,7 +272,7 @@ class InferencePool:
         self.servers = tuple(other for other in self.servers if other is not server)
         ray.kill(server.actor)
         if (place := self._places.pop(server.name, None)) is not None:
-            remove_placement_group(place)  # to whoever waits for it
+            give_back(place)
 
     def _watch(self, server: ServerHandle) -> None:
         watch = self._watches[server.name] = asyncio.create_task(self._keep_alive(server))
@@ -274,14 +311,19 @@ class InferencePool:
 
 @asynccontextmanager
 async def start_inference_pool(
-    config: InferencePoolConfig, *, model: Path, version: PolicyVersion | None = FIRST_VERSION
+    config: InferencePoolConfig,
+    *,
+    model: Path,
+    version: PolicyVersion | None = FIRST_VERSION,
+    places: Sequence[Place] = (),
 ) -> AsyncIterator[InferencePool]:
     """A pool that serves the weights in directory `model` as `version`; with None it samples nothing before a publish.
 
+    `places`: where each server goes, beside the learner rank whose GPU it shares; empty reserves places of their own.
     Raises ValueError for a path without a model, PlacementError naming the resource that is missing, and
     ServerStartError for a server that did not come up in time.
     """
-    pool = InferencePool(config, check_model(model))
+    pool = InferencePool(config, check_model(model), places)
     try:
         await pool.start(version)
         yield pool
@@ -306,16 +348,23 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
 
 
-def _actor(config: InferencePoolConfig, place: PlacementGroup | None, *, name: str) -> Any:
+def _actor(config: InferencePoolConfig, place: Place | None, *, name: str) -> Any:
     return ray.remote(InferenceServer).options(
         name=name,
-        scheduling_strategy=None if place is None else PlacementGroupSchedulingStrategy(placement_group=place),
+        scheduling_strategy=place,
         num_cpus=config.server.num_cpus,
-        num_gpus=0 if config.server.spans_nodes else config.server.num_gpus,
+        num_gpus=_num_gpus(config.server),
         max_concurrency=256,
         max_restarts=config.max_restarts,
         runtime_env={"env_vars": config.server.environment()},
     )
+
+
+def _num_gpus(server: ServerConfig) -> float:
+    """What the server's own actor asks for."""
+    if server.spans_nodes:
+        return 0
+    return server.num_gpus * SHARED_GPU if server.colocated else server.num_gpus
 
 
 async def _start(server: ServerHandle, version: PolicyVersion | None, deadline_s: float) -> None:

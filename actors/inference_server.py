@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.engine_weights import LoadReport
 from actors.inference_config import ServerConfig, UpdateMode
-from actors.inference_engine import Engine, LoadReport
+from actors.inference_engine import Engine
 from actors.inference_errors import ServerNotReady
 from actors.inference_request import Part, Request
 from actors.inference_wire import Address, serve
@@ -108,20 +109,20 @@ class InferenceServer:
         )
 
     async def load(self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool) -> LoadReport:
-        """See Engine.load."""
+        """See EngineWeights.load."""
         here = await asyncio.to_thread(localize, manifest)
         with self._living() as engine:
-            return await engine.load(here, mode=mode, max_columns=max_columns, admits=admits)
+            return await engine.weights.load(here, mode=mode, max_columns=max_columns, admits=admits)
 
     async def admit(self) -> None:
-        """See Engine.admit."""
-        self._started().admit()
+        """See EngineWeights.admit."""
+        self._started().weights.admit()
 
     async def load_disturbed(self, manifest: Manifest, noise: Noise) -> None:
-        """See Engine.load_disturbed."""
+        """See EngineWeights.load_disturbed."""
         here = await asyncio.to_thread(localize, manifest)
         with self._living() as engine:
-            await engine.load_disturbed(here, noise)
+            await engine.weights.load_disturbed(here, noise)
 
     async def probe(self, ids: Sequence[int]) -> list[float]:
         """See Engine.probe."""
@@ -129,24 +130,38 @@ class InferenceServer:
             return await engine.probe(ids)
 
     async def quarantine(self, reason: str) -> None:
-        """See Engine.quarantine."""
-        self._started().quarantine(reason)
+        """See EngineWeights.quarantine."""
+        self._started().weights.quarantine(reason)
+
+    async def sleep(self) -> None:
+        """See EngineWeights.sleep."""
+        with self._living() as engine:
+            await engine.weights.sleep()
 
     async def open_transfer(self, init_info: dict[str, Any]) -> None:
-        """See Engine.open_transfer."""
-        await self._started().open_transfer(init_info)
+        """See EngineWeights.open_transfer."""
+        with self._living() as engine:
+            await engine.weights.open_transfer(init_info)
+
+    async def close_transfer(self) -> None:
+        """See EngineWeights.close_transfer."""
+        with self._living() as engine:
+            await engine.weights.close_transfer()
 
     async def begin_transfer(self, mode: UpdateMode) -> None:
-        """See Engine.begin_transfer."""
-        await self._started().begin_transfer(mode)
+        """See EngineWeights.begin_transfer."""
+        with self._living() as engine:
+            await engine.weights.begin_transfer(mode)
 
     async def receive(self, update_info: Any) -> None:
-        """See Engine.receive."""
-        await self._started().receive(update_info)
+        """See EngineWeights.receive."""
+        with self._living() as engine:
+            await engine.weights.receive(update_info)
 
-    async def end_transfer(self, version: PolicyVersion) -> None:
-        """See Engine.end_transfer."""
-        await self._started().end_transfer(version)
+    async def end_transfer(self, version: PolicyVersion, admits: bool) -> None:
+        """See EngineWeights.end_transfer."""
+        with self._living() as engine:
+            await engine.weights.end_transfer(version, admits)
 
     async def drain(self) -> None:
         """See Engine.drain."""

@@ -8,19 +8,24 @@ Called by recipes; learners/learner.py holds the numbers.
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from actors.calls import call
+from actors.calls import call, call_all
 from actors.cluster import Resources
 from actors.errors import ActorDied, CheckpointFailed, DeadlineMissed, LearnerLost
+from actors.inference_config import Transport
+from actors.inference_errors import WeightSyncError
+from actors.placement import SHARED_GPU, Place
+from actors.vllm_transfer import Sender, Sending, TransferConfig
 from actors.weight_objects import put_stage
-from actors.weight_stage import Manifest, write_stage
+from actors.weight_stage import Manifest, write_adapter_stage, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import BatchPlan, RankPlan
 from trajectories.schema import PolicyVersion
@@ -62,6 +67,7 @@ class LearnerRank:
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
+        self._sender: Sender | None = None
 
     def rendezvous(self) -> str:
         """A tcp:// address on this rank's node at which all ranks may meet."""
@@ -116,8 +122,11 @@ class LearnerRank:
         self._learner.save_pretrained(directory)
 
     def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
-        """Gathers all parameters on every rank; rank 0 writes them and returns what it wrote."""
-        tensors = self._learner.export_weights()
+        """Gathers on every rank what is trained, all weights or the adapter; rank 0 writes it and tells what."""
+        is_adapter = self._config.lora.rank > 0
+        tensors = self._learner.export_adapter() if is_adapter else self._learner.export_weights()
+        if self._rank == 0 and is_adapter:
+            return write_adapter_stage(directory, version, tensors, self._learner.adapter_config)
         if self._rank == 0:
             return write_stage(directory, version, tensors)
         for _ in tensors:
@@ -132,19 +141,58 @@ class LearnerRank:
         """See Learner.logprobs."""
         return self._learner.logprobs(ids)
 
+    def release_memory(self) -> None:
+        """See Learner."""
+        self._learner.release_memory()
+
+    def open_transfer(self, config: TransferConfig, servers: Sequence[Any], deadline_s: float) -> tuple[str, ...]:
+        """Meets the servers' actors, after leaving the group before; the names of all tensors that will be sent."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = Sender(config, partial(self._learner.export_weights, on_device=True), self._rank)
+        with _server_deaths():
+            self._sender.open(partial(call_all, servers, deadline_s=deadline_s))
+        return self._sender.names
+
+    def send_weights(self, sending: Sending) -> None:
+        """See Sender.send."""
+        if self._sender is None:
+            raise ValueError("send_weights needs open_transfer first")
+        with _server_deaths():
+            self._sender.send(sending)
+
+
+@contextmanager
+def _server_deaths() -> Iterator[None]:
+    """A server's death is not a rank's own, and nobody can leave a transfer that it was part of."""
+    try:
+        yield
+    except ActorDied as error:
+        raise WeightSyncError(
+            f"a server died while weights were sent ({error}); the same command goes on from the last checkpoint"
+        ) from error
+
 
 class LearnerGroup:
     """All ranks as one Learner; made by `start_learner_group`."""
 
     def __init__(
-        self, config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path, ranks: Sequence[Any] = ()
+        self,
+        config: LearnerGroupConfig,
+        learner: LearnerConfig,
+        *,
+        model: Path,
+        store: Path,
+        ranks: Sequence[Any] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        """`ranks`: actors that are ranks already, in the place of those that `start` makes."""
+        """`ranks`: actors that are ranks already, in the place of those that `start` makes; `places`: where they go."""
         self._config = config
         self._learner = learner
         self._model = model
         self._store = store
         self._ranks: list[Any] = list(ranks)
+        self._places = places
         self.num_restarts = 0
         """Times that dead ranks were made good."""
         self.world_size = 0
@@ -164,10 +212,13 @@ class LearnerGroup:
     async def _start(self) -> None:
         config = self._config
         # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
-        actor = ray.remote(LearnerRank).options(**config.resources.options(OMP_WAIT_POLICY="PASSIVE"))
+        options = config.resources.options(OMP_WAIT_POLICY="PASSIVE")
+        at = [{"scheduling_strategy": place, "num_gpus": SHARED_GPU} for place in self._places]
         self._ranks = [
-            actor.remote(self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads)
-            for rank in range(config.num_ranks)
+            ray.remote(LearnerRank)
+            .options(**options | here)
+            .remote(self._learner, self._model, self._store, rank, config.num_ranks, config.resources.threads)
+            for rank, here in enumerate(at or [{}] * config.num_ranks)
         ]
         limit = config.start_deadline_s
         address = await call(self._ranks[0].rendezvous, deadline_s=limit, what="start of learner rank 0")
@@ -247,6 +298,29 @@ class LearnerGroup:
         """Log-probability of each of `ids` after the first under the current weights, at temperature 1."""
         return (await self._each("probe_logprobs", [(ids,)] * len(self._ranks)))[0]
 
+    async def release_memory(self) -> None:
+        """Gives back what each rank's GPU holds beyond living tensors: the end of the learner's turn."""
+        await self._each("release_memory")
+
+    async def open_transfer(
+        self, backend: Transport, servers: Sequence[Any], server_ranks: Sequence[int], deadline_s: float
+    ) -> tuple[str, ...]:
+        """Has all ranks meet the servers' actors, of so many GPUs each; the names of all tensors that will be sent."""
+        address = await call(self._ranks[0].rendezvous, deadline_s=deadline_s, what="a meeting place on learner rank 0")
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        config = TransferConfig(
+            backend=backend,
+            server_ranks=tuple(server_ranks),
+            master_address=host,
+            master_port=int(port),
+            namespace=ray.get_runtime_context().namespace,
+        )
+        return (await self._each("open_transfer", [(config, list(servers), deadline_s)] * len(self._ranks)))[0]
+
+    async def send_weights(self, sending: Sending) -> None:
+        """Sends the current weights to the servers of `open_transfer`; returns when all hold them."""
+        await self._each("send_weights", [(sending,)] * len(self._ranks))
+
     def _shares(self, plan: BatchPlan) -> list[RankPlan]:
         """One per rank; ranks that share their micro-batches get the same."""
         if len(plan.ranks) * self._learner.sequence_parallel != self._config.num_ranks:
@@ -293,14 +367,17 @@ async def _death_behind(error: Exception, calls: Sequence[asyncio.Future[Any]]) 
 
 @asynccontextmanager
 async def start_learner_group(
-    config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path
+    config: LearnerGroupConfig, learner: LearnerConfig, *, model: Path, store: Path, places: Sequence[Place] = ()
 ) -> AsyncIterator[LearnerGroup]:
-    """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`."""
+    """A learner group on the weights of `model` (a Hugging Face directory) that reads Samples from `store`.
+
+    `places`: where each rank goes, beside the server that shares its GPU; empty leaves it to Ray.
+    """
     if config.num_ranks % learner.sequence_parallel:
         raise ValueError(
             f"learner.sequence_parallel={learner.sequence_parallel} must divide learner.num_ranks={config.num_ranks}"
         )
-    group = LearnerGroup(config, learner, model=model, store=store)
+    group = LearnerGroup(config, learner, model=model, store=store, places=places)
     try:
         await group.start()
         yield group

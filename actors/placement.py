@@ -1,27 +1,29 @@
 """Places for actors: placement groups that come within a deadline, or an error that names what is missing.
 
-Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py; actors/rollout_pool.py names
-with `missing` what keeps a worker from starting.
+Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py, and by recipes for what two
+fleets share; actors/rollout_pool.py names with `missing` what keeps a worker from starting.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import PlacementError
 
+Place = PlacementGroupSchedulingStrategy
+"""Where one actor goes."""
+SHARED_GPU = 0.5
+"""What each of two actors asks of the GPU that they share."""
 
-async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline_s: float) -> list[PlacementGroup]:
-    """A placement group for each bundle, on one node each, so that each can be given back alone.
+
+async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline_s: float) -> list[Place]:
+    """A place for each bundle, on one node each, so that each can be given back alone.
 
     Raises PlacementError after the deadline: it names the resources, how much was asked for, and what was free.
     """
@@ -41,7 +43,12 @@ async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline
     except BaseException:
         _remove(groups)
         raise
-    return groups
+    return [PlacementGroupSchedulingStrategy(placement_group=group) for group in groups]
+
+
+def give_back(place: Place) -> None:
+    """To whoever waits for its resources."""
+    remove_placement_group(place.placement_group)
 
 
 def missing(bundles: Sequence[Mapping[str, float]], *, held: Sequence[Mapping[str, float]] = ()) -> str:
@@ -69,6 +76,18 @@ def _sums(bundles: Sequence[Mapping[str, float]]) -> "Counter[str]":
 def _scattered(bundles: Sequence[Mapping[str, float]]) -> str:
     """Where every sum fits, no single node has room for the largest bundle."""
     return f"a node with room for {dict(max(bundles, key=lambda bundle: sum(bundle.values())))} (the sums fit)"
+
+
+@asynccontextmanager
+async def shared_gpus(number: int, *, num_cpus: float, what: str, deadline_s: float) -> AsyncIterator[list[Place]]:
+    """So many places of one GPU, for the length of the block; two actors of SHARED_GPU each fit into one."""
+    bundle = {"GPU": 1.0} | ({"CPU": num_cpus} if num_cpus else {})
+    places = await reserve([bundle] * number, what=what, deadline_s=deadline_s)
+    try:
+        yield places
+    finally:
+        for place in places:
+            give_back(place)
 
 
 async def _as_future(reference: Any) -> Any:

@@ -1,23 +1,15 @@
 """How weights travel to the servers, and how hard their arrival is proven.
 
-Invariant: a config that was built is valid. Built by recipes, read by actors/weight_sync.py
-and actors/version_proof.py.
+Invariant: a config that was built is valid. Built by recipes, read by actors/weight_sync.py,
+actors/transfer_sync.py and actors/version_proof.py.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from actors.inference_config import UpdateMode
+from actors.inference_config import Transport, UpdateMode
 
-
-class Transport(StrEnum):
-    """How a stage reaches the servers."""
-
-    FILES = "files"
-    """They read it where the learner wrote it: shared memory on one node, or a file system that all nodes share."""
-    OBJECT_STORE = "object_store"
-    """Ray carries it to each node once, into shared memory there."""
+__all__ = ["SyncConfig", "Transport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +18,9 @@ class SyncConfig:
 
     directory: Path | None = None
     """Where stages lie; None takes shared memory. For servers on other nodes: a file system that they share, or
-    `transport` object_store."""
+    another `transport`."""
     transport: Transport = Transport.FILES
+    """How weights reach the servers. nccl, ipc and sharded_rdt need GPUs, and have every server wait for the others."""
     mode: UpdateMode = UpdateMode.KEEP
     barrier: bool = True
     """True: `publish` returns when every server has the version. False: when it is staged; servers follow, and what
@@ -47,7 +40,7 @@ class SyncConfig:
     """Columns of each prepacked weight that are read back at a sync, different ones at each version."""
     stage_timeout_s: float = 300.0
     load_timeout_s: float = 120.0
-    """For one server's load, and for each push of the canary."""
+    """For one server's load, for each push of the canary, and for a whole transfer between GPUs."""
     probe_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

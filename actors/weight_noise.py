@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 LAYER = re.compile(r"\.\d+\.")
+ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,13 @@ def canary_groups(names: Sequence[str], probe_ids: Sequence[int]) -> dict[str, N
 
 
 def tensor_groups(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Names by kind: `model.layers.*.self_attn.q_proj.weight` holds that tensor of every layer."""
+    """Names by kind: `model.layers.*.self_attn.q_proj.weight` holds that tensor of every layer.
+
+    The two matrices of an adapter are one kind: while B is zero, as at first, no noise on A alone could be seen.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(LAYER.sub(".*.", name), []).append(name)
+        groups.setdefault(ADAPTER.sub("", LAYER.sub(".*.", name)), []).append(name)
     return {group: tuple(members) for group, members in groups.items()}
 
 
@@ -57,7 +61,7 @@ def disturb(tensor: "torch.Tensor", name: str, noise: Noise) -> "torch.Tensor":
     import torch
 
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device)
     if noise.kept_rows:
         drawn[list(noise.kept_rows)] = 0
     size = tensor.float().pow(2).mean().sqrt().item() or 0.02

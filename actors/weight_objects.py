@@ -17,16 +17,15 @@ FETCH_TIMEOUT_S = 300.0
 
 
 def put_stage(manifest: Manifest) -> Manifest:
-    """The manifest with its shards in the object store; they live as long as somebody holds it."""
-    shards = dict.fromkeys(tensor.shard for tensor in manifest.tensors)
-    objects = {shard: ray.put(np.fromfile(manifest.directory / shard, np.uint8)) for shard in shards}
+    """The manifest with its files in the object store; they live as long as somebody holds it."""
+    objects = {name: ray.put(np.fromfile(manifest.directory / name, np.uint8)) for name in manifest.files}
     return replace(manifest, objects=objects)
 
 
 def localize(manifest: Manifest) -> Manifest:
     """The manifest of files on this node, fetched from the object store where this node lacks them.
 
-    Raises ray.exceptions.GetTimeoutError when a shard does not come.
+    Raises ray.exceptions.GetTimeoutError when a file does not come.
     """
     if not manifest.objects or manifest.directory.exists():
         return replace(manifest, objects={})
@@ -38,8 +37,8 @@ def localize(manifest: Manifest) -> Manifest:
             partial = parent / f".{version_label(manifest.version)}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            for shard, reference in manifest.objects.items():
-                np.asarray(ray.get(reference, timeout=FETCH_TIMEOUT_S), np.uint8).tofile(partial / shard)
+            for name, reference in manifest.objects.items():
+                np.asarray(ray.get(reference, timeout=FETCH_TIMEOUT_S), np.uint8).tofile(partial / name)
             partial.rename(manifest.directory)
             drop_old(parent, newest=manifest.version)
     return replace(manifest, objects={})

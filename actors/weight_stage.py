@@ -1,4 +1,4 @@
-"""A staged set of weights: safetensors shards and their Manifest, in shared memory or on any file system.
+"""A staged set of weights, whole or an adapter: safetensors shards and their Manifest, on any file system.
 
 Invariant: a version's directory is complete or absent (written aside, then renamed), and the digest of each tensor was
 taken from what the learner held. Written by a learner rank, read by the servers' worker extension; no Ray, no vLLM.
@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -23,6 +24,10 @@ HEADER_BYTES = 64 * 1024
 """Room kept for a shard's safetensors header: about 400 tensors; a fuller one starts the next shard."""
 SHARD_BYTES = 4 << 30
 """A shard that has reached this size takes no further tensor."""
+ADAPTER_HEADER_BYTES = 4 << 20
+"""The same room for an adapter: about 18,000 matrices, because all of them must be in one file."""
+ADAPTER_SHARD, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of peft's form, which is the one that vLLM reads an adapter from."""
 VERSIONS_KEPT = 2
 
 
@@ -49,8 +54,16 @@ class Manifest:
     directory: Path
     tensors: tuple[StagedTensor, ...]
     num_bytes: int
+    lora_rank: int = 0
+    """Rank of the adapter that the tensors are; 0 where they are the whole model."""
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Shard to its reference in Ray's object store, where servers fetch it from there (actors/weight_objects.py)."""
+    """File to its reference in Ray's object store, where servers fetch it from there (actors/weight_objects.py)."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all files of the stage."""
+        shards = tuple(dict.fromkeys(tensor.shard for tensor in self.tensors))
+        return (*shards, ADAPTER_CONFIG) if self.lora_rank else shards
 
     def as_message(self) -> dict[str, Any]:
         """Plain lists, dicts and strings, for vLLM's own RPC."""
@@ -63,17 +76,45 @@ def write_stage(directory: Path, version: PolicyVersion, tensors: Iterator[tuple
 
     Streams: holds one tensor at a time. An existing stage of the same version is replaced.
     """
+    with _written_aside(directory, version) as partial:
+        staged, num_bytes = _write_shards(partial, tensors)
+    final = directory / version_label(version)
+    return Manifest(version=version, directory=final, tensors=tuple(staged), num_bytes=num_bytes)
+
+
+def write_adapter_stage(
+    directory: Path,
+    version: PolicyVersion,
+    tensors: Iterator[tuple[str, "torch.Tensor"]],
+    peft_config: Mapping[str, Any],
+) -> Manifest:
+    """As `write_stage`, of an adapter: its version's directory is one that peft and vLLM load beside the model."""
+    with _written_aside(directory, version) as partial:
+        shard = _Shard(partial / ADAPTER_SHARD, header_bytes=ADAPTER_HEADER_BYTES)
+        staged = [shard.add(name, tensor) for name, tensor in tensors]
+        shard.close()
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(dict(peft_config), indent=2))
+    return Manifest(
+        version=version,
+        directory=directory / version_label(version),
+        tensors=tuple(staged),
+        num_bytes=shard.num_bytes,
+        lora_rank=peft_config["r"],
+    )
+
+
+@contextmanager
+def _written_aside(directory: Path, version: PolicyVersion) -> Iterator[Path]:
+    """A directory to write a version into, which takes its place when all is written."""
     directory.mkdir(parents=True, exist_ok=True)
     final = directory / version_label(version)
     partial = directory / f".{version_label(version)}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    staged, num_bytes = _write_shards(partial, tensors)
-    manifest = Manifest(version=version, directory=final, tensors=tuple(staged), num_bytes=num_bytes)
+    yield partial
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     drop_old(directory, newest=version)
-    return manifest
 
 
 def read_stage(manifest: Manifest) -> Iterator[tuple[StagedTensor, "torch.Tensor"]]:
@@ -99,6 +140,7 @@ def manifest_from_message(message: dict[str, Any]) -> Manifest:
         directory=Path(message["directory"]),
         tensors=tuple(StagedTensor(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in message["tensors"]),
         num_bytes=message["num_bytes"],
+        lora_rank=message["lora_rank"],
     )
 
 
@@ -121,28 +163,32 @@ def parse_version(label: str) -> PolicyVersion:
 class _Shard:
     """One safetensors file being written: data first, the header into the room kept for it at the end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, header_bytes: int) -> None:
         self._file: BinaryIO = path.open("wb")
-        self._file.seek(HEADER_BYTES)
+        self._file.seek(header_bytes)
+        self._room = header_bytes
         self._header: dict[str, Any] = {}
-        self._header_bytes = 16
+        self._used = 16
         self.name = path.name
         self.num_bytes = 0
 
     def has_room(self, name: str, num_bytes: int) -> bool:
-        fits = self._header_bytes + self._entry_bytes(name) <= HEADER_BYTES
+        fits = self._used + self._entry_bytes(name) <= self._room
         return fits and (self.num_bytes == 0 or self.num_bytes + num_bytes <= SHARD_BYTES)
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+    def add(self, name: str, tensor: "torch.Tensor") -> StagedTensor:
+        data, dtype, shape = _bytes_of(tensor), _safetensors_dtype(tensor), tuple(tensor.shape)
         end = self.num_bytes + data.nbytes
         self._header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [self.num_bytes, end]}
-        self._header_bytes += self._entry_bytes(name)
+        self._used += self._entry_bytes(name)
         self._file.write(data)
         self.num_bytes = end
+        digest = blake3(data).hexdigest(length=16)
+        return StagedTensor(name=name, dtype=dtype, shape=shape, digest=digest, shard=self.name)
 
     def close(self) -> None:
         """Writes the header, padded with spaces as the format allows."""
-        room = HEADER_BYTES - 8
+        room = self._room - 8
         header = json.dumps(self._header, separators=(",", ":")).encode().ljust(room)
         assert len(header) == room, "the header outgrew the room kept for it"
         self._file.seek(0)
@@ -156,24 +202,18 @@ class _Shard:
 
 def _write_shards(directory: Path, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> tuple[list[StagedTensor], int]:
     staged: list[StagedTensor] = []
-    shard: _Shard | None = None
-    num_bytes = num_shards = 0
+    shards: list[_Shard] = []
     for name, tensor in tensors:
-        data = _bytes_of(tensor)
-        if shard is None or not shard.has_room(name, data.nbytes):
-            if shard is not None:
-                shard.close()
-            shard = _Shard(directory / f"weights-{num_shards:05d}.safetensors")
-            num_shards += 1
-        dtype, shape = _safetensors_dtype(tensor), tuple(tensor.shape)
-        shard.add(name, dtype, shape, data)
-        digest = blake3(data).hexdigest(length=16)
-        staged.append(StagedTensor(name=name, dtype=dtype, shape=shape, digest=digest, shard=shard.name))
-        num_bytes += data.nbytes
-    if shard is None:
+        if not shards or not shards[-1].has_room(name, tensor.nbytes):
+            if shards:
+                shards[-1].close()
+            path = directory / f"weights-{len(shards):05d}.safetensors"
+            shards.append(_Shard(path, header_bytes=HEADER_BYTES))
+        staged.append(shards[-1].add(name, tensor))
+    if not shards:
         raise ValueError("export_weights gave no tensors: nothing to stage")
-    shard.close()
-    return staged, num_bytes
+    shards[-1].close()
+    return staged, sum(shard.num_bytes for shard in shards)
 
 
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:

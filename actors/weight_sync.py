@@ -16,18 +16,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from actors.engine_weights import LoadReport
 from actors.errors import ActorDied
-from actors.inference_engine import LoadReport
-from actors.inference_errors import NoServerLeft, ServerNotReady, WeightSyncError
+from actors.inference_errors import NoServerLeft, ServerNotReady
 from actors.sync_config import SyncConfig, Transport
 from actors.version_proof import (
+    ProbeGaps,
+    Prober,
     Published,
     SyncedServer,
+    admit,
+    ask_learner,
     check_canary,
     check_probe,
     deadline,
     load_published,
-    probe_ids,
 )
 from actors.weight_stage import Manifest, version_label
 from trajectories.schema import PolicyVersion
@@ -41,19 +44,15 @@ NEVER = PolicyVersion(lineage=0, n=0)
 """Sorts with the first version, before every later one."""
 
 
-class WeightSource(Protocol):
+class WeightSource(Prober, Protocol):
     """Who has the weights: a learner group."""
 
     async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
-        """Writes the current weights under `directory`."""
+        """Writes the current weights under `directory`; where adapters are trained, the adapter alone."""
         ...
 
     async def put_stage(self, manifest: Manifest) -> Manifest:
         """Puts a stage into Ray's object store."""
-        ...
-
-    async def probe_logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of `ids` after the first under the current weights, at temperature 1."""
         ...
 
 
@@ -68,6 +67,11 @@ class SyncTarget(Protocol):
     @property
     def is_exact(self) -> bool:
         """True where the servers compute in float32."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the policy."""
         ...
 
     def heal_with(self, heal: Callable[[SyncedServer], Awaitable[None]]) -> None:
@@ -100,8 +104,7 @@ class WeightSync:
         """The version that each proven server took last."""
         self._locks: dict[str, asyncio.Lock] = {}
         """One per server: a roll and a restarted server's canary never meet."""
-        self._first_gap: float | None = None
-        self._gaps: list[float] = []
+        self._gaps = ProbeGaps(self._config)
         self.num_syncs = 0
         self.num_syncs_in_flight = 0
         """Syncs during which at least one server was sampling."""
@@ -110,7 +113,7 @@ class WeightSync:
     @property
     def probe_gap_mean(self) -> float:
         """Mean |server - learner| of the probe's log-probabilities, both on the same weights, over all syncs."""
-        return sum(self._gaps) / len(self._gaps) if self._gaps else float("nan")
+        return self._gaps.mean
 
     async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
         """Stages the source's weights as `version` and has every server load and prove them.
@@ -143,12 +146,8 @@ class WeightSync:
             manifest = await self._source.stage_weights(self._directory, version)
             if config.transport is Transport.OBJECT_STORE:
                 manifest = await self._source.put_stage(manifest)
-        ids = probe_ids(manifest, config.probe_tokens)
-        async with deadline(f"the learner's probe of version {version_label(version)}", config.probe_timeout_s):
-            logprobs = await self._source.probe_logprobs(ids)
-        if len(logprobs) != len(ids) - 1:
-            raise WeightSyncError(f"the learner's probe gave {len(logprobs)} values for {len(ids)} ids")
-        return Published(manifest=manifest, probe_ids=ids, probe_logprobs=tuple(logprobs))
+        probe = await ask_learner(self._source, version, config, vocab_size=self._target.vocab_size)
+        return Published(manifest=manifest, probe=probe)
 
     async def _roll(self, published: Published) -> dict[str, float]:
         """One server after the other, the most stale first, so that all but one sample on.
@@ -170,7 +169,7 @@ class WeightSync:
             raise NoServerLeft(f"no server took version {version_label(published.manifest.version)}: all are down")
         self.num_syncs += 1
         self.num_syncs_in_flight += any(report.num_in_flight for report in reports.values())
-        return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._is_alarming(gaps))}
+        return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._gaps.is_alarming(gaps))}
 
     async def _update(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         """Load and probe; before the server's first use the canary too, and requests are kept out until it passed."""
@@ -182,13 +181,12 @@ class WeightSync:
         is_known = server.name in self._served or not config.canary
         report = await load_published(server, published, config, admits=is_known)
         is_exact = self._target.is_exact and config.probe_is_exact
-        gap = await check_probe(server, published, config, is_exact=is_exact)
+        gap = await check_probe(server, published.probe, config, is_exact=is_exact)
         if not is_known:
             await check_canary(server, published, config)
-            async with deadline(f"admitting requests to {server.name}", config.load_timeout_s):
-                await server.admit(config.load_timeout_s)
+            await admit(server, config)
         self._served[server.name] = published.manifest.version
-        self._gaps.append(gap)
+        self._gaps.add(gap)
         if self._on_served is not None:
             self._on_served()
         return report, gap
@@ -210,18 +208,6 @@ class WeightSync:
             return await follower
         finally:
             self._stop_following = False
-
-    def _is_alarming(self, gaps: list[float]) -> bool:
-        """Whether the mean gap grew well beyond that of the first publish."""
-        if not gaps:
-            return False
-        gap = sum(gaps) / len(gaps)
-        if self._first_gap is None:
-            self._first_gap = gap
-        is_alarming = gap > max(self._config.alarm_factor * self._first_gap, self._config.probe_tolerance)
-        if is_alarming:
-            logger.warning("probe gap %.3g, but %.3g at the first publish", gap, self._first_gap)
-        return is_alarming
 
 
 def _metrics(reports: dict[str, LoadReport], gaps: list[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from learners.checkpoint import CheckpointWriter, load_checkpoint
 from learners.config import LearnerConfig, LossConfig, RatioLevel
 from learners.export import save_pretrained
-from learners.lora import is_adapter, merged_weights, save_adapter
+from learners.lora import is_adapter, merged_weights, peft_config, peft_name, save_adapter
 from learners.loss_metrics import SUMMED, metric_sums, metrics_from_sums
 from learners.losses import token_loss
 from learners.model import COMPUTE_DTYPE, compute_device, full_tensor, load_policy, reshard
@@ -151,14 +152,19 @@ class Learner:
         batch = pack([WeightedSample(sample=sample, advantage=0.0, weight=0.0)], self._device)
         return self._logprobs(batch).tolist()
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole CPU tensor in the compute dtype), one at a time; all ranks must exhaust it.
+    def export_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor in the compute dtype), one at a time; all ranks must exhaust it.
 
-        A tied lm_head comes once, as the embedding.
+        On CPU, or with `on_device` where the learner computes. A tied lm_head comes once, as the embedding.
         """
-        dtype = COMPUTE_DTYPE[self._config.precision]
+        device, dtype = self._device if on_device else "cpu", COMPUTE_DTYPE[self._config.precision]
         for name, tensor in self._whole_weights():
-            yield name, tensor.to("cpu", dtype)
+            yield name, tensor.to(device, dtype)
+
+    def release_memory(self) -> None:
+        """Gives back what PyTorch keeps of a GPU beyond the tensors that live, for whoever shares the GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save_pretrained(self, directory: Path) -> None:
         """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
@@ -171,10 +177,20 @@ class Learner:
         """Writes the adapter alone, as a directory that peft and vLLM load beside the base model."""
         if not self._config.lora.rank:
             raise ValueError("there is no adapter to save: learner.lora.rank is 0; use save_pretrained")
-        weights = self._network.named_weights()
-        adapters = ((name, full_tensor(weight).to("cpu")) for name, weight in weights if is_adapter(name))
-        save_adapter(adapters, self._config.lora, base=self._model, directory=directory, is_writer=self._rank == 0)
+        adapter, config = self.export_adapter(), self.adapter_config
+        save_adapter(adapter, config, directory=directory, is_writer=self._rank == 0)
         dist.barrier()
+
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """The adapter's configuration in peft's form."""
+        return peft_config(self._config.lora, self._model)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, whole float32 CPU tensor) of each of the adapter's matrices; all ranks must exhaust it."""
+        for name, weight in self._network.named_weights():
+            if is_adapter(name):
+                yield peft_name(name), full_tensor(weight).to("cpu")
 
     def save(self, directory: Path) -> None:
         """Writes a complete checkpoint: weights, optimizer, step, skipped steps and random state."""

@@ -57,27 +57,29 @@ def merged_weights(
 
 
 def save_adapter(
-    weights: Iterator[tuple[str, Tensor]], config: LoraConfig, *, base: Path, directory: Path, is_writer: bool
+    adapter: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], *, directory: Path, is_writer: bool
 ) -> None:
-    """Writes the adapter directory that peft and vLLM load; ranks that do not write only exhaust `weights`.
+    """Writes the adapter directory that peft and vLLM load; ranks that do not write only exhaust `adapter`.
 
-    `weights` gives parameter names and whole CPU tensors; what is no adapter is passed over.
+    `adapter` gives peft's names and whole CPU tensors, `config` is `peft_config`.
     """
     from safetensors.torch import save_file
 
-    tensors = {_peft_name(name): tensor.contiguous() for name, tensor in weights if is_adapter(name)}
+    tensors = {name: tensor.contiguous() for name, tensor in adapter}
     if not is_writer:
         return
     with written_directory(directory) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
+        (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
 
 
-def _peft_name(name: str) -> str:
+def peft_name(name: str) -> str:
+    """What peft calls a parameter in an adapter directory."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
-def _peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:
+def peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:
+    """What an adapter directory says of itself; `base` is the model that it belongs to."""
     values = dataclasses.asdict(config)
     return {
         "peft_type": "LORA",

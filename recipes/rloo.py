@@ -41,6 +41,7 @@ from recipes.resume import begin_checkpoint
 from recipes.rloo_parts import Parts, assemble, restore_learner, summarize_run
 from recipes.run import Run, finished_summary
 from recipes.side_evaluation import SideEvaluationConfig
+from recipes.transports import refuse_impossible
 from trajectories.buffer import EndOfTasks, StalenessPolicy, TakeTimeout
 from trajectories.handle import GroupHandle
 from trajectories.segments import prune
@@ -120,6 +121,7 @@ class Config:
         sampling = self.episode.sampling
         if sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0:
             raise ValueError("training needs temperature > 0, top_p 1 and top_k 0: what was sampled is what is trained")
+        refuse_impossible(self)
 
 
 async def main(config: Config) -> dict[str, Any]:
@@ -198,7 +200,7 @@ async def _step(config: Config, run: Run, parts: Parts) -> dict[str, float]:
     metrics = await training_step(
         progress.version,
         stream=parts.stream,
-        update=lambda groups: finish(_train(config, parts, groups), config.grace_s),
+        update=lambda groups: _take_turn(config, parts, groups),
         publisher=parts,
         take_deadline_s=config.take_deadline_s,
     )
@@ -228,6 +230,17 @@ async def _begin_checkpoint(config: Config, parts: Parts) -> None:
             prune(parts.ledger, parts.store, version, keep_steps=config.disk.keep_steps)
 
     await begin_checkpoint(parts.checkpoints, parts.ledger, version, then)
+
+
+async def _take_turn(config: Config, parts: Parts, groups: Sequence[GroupHandle]) -> dict[str, float]:
+    """One optimizer step, for which colocated servers sleep; they wake with the weights that are published next."""
+    is_alone = config.policy.pool.server.colocated
+    if is_alone:
+        await parts.servers.sleep()
+    metrics = await finish(_train(config, parts, groups), config.grace_s)
+    if is_alone:
+        await parts.learner.release_memory()
+    return metrics
 
 
 async def _train(config: Config, parts: Parts, groups: Sequence[GroupHandle]) -> dict[str, float]:

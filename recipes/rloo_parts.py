@@ -19,12 +19,13 @@ from actors.inference_errors import NoServerLeft
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, start_learner_group
 from actors.rollout_pool import RolloutPool, RolloutStream, start_rollout_pool
-from actors.weight_sync import SyncConfig, WeightSync
+from actors.transfer_sync import TransferSync, make_sync
+from actors.weight_sync import WeightSync
 from envs.task import Task
 from envs.tasksets import resolve_tasks
-from learners.config import LearnerConfig, Precision
+from learners.config import LearnerConfig
 from recipes.checkpoints import Checkpoints
-from recipes.elastic import scaling, server_fleet, worker_fleet
+from recipes.elastic import Fleet, fixed_fleet, scaling, server_fleet, worker_fleet
 from recipes.event_log import read_history
 from recipes.policies import resolve_policy
 from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_set_facts, wait_for_writers
@@ -32,6 +33,14 @@ from recipes.run import Run
 from recipes.schedule import Schedule
 from recipes.side_evaluation import SideEvaluation, start_side_evaluation
 from recipes.totals import Totals
+from recipes.transports import (
+    evaluation_sync,
+    require_packages,
+    serving,
+    serving_evaluation,
+    shared_places,
+    training_sync,
+)
 from recipes.watchdog import Watchdog
 from trajectories.buffer import GroupBuffer
 from trajectories.ledger import Ledger
@@ -64,7 +73,7 @@ class Parts:
     servers: InferencePool
     rollouts: RolloutPool
     buffer: GroupBuffer
-    weights: WeightSync
+    weights: WeightSync | TransferSync
     stream: RolloutStream
     store: Path
     ledger: Ledger
@@ -82,7 +91,7 @@ class Parts:
             return await self.weights.publish(version, barrier=barrier)
         except NoServerLeft as error:
             logger.warning("%s", error)
-            await self.servers.until_one_serves()
+            await self.servers.until_one_is_up()
             return await self.weights.publish(version, barrier=barrier)
 
     def metrics(self, run: Run) -> dict[str, float]:
@@ -115,6 +124,7 @@ class Parts:
 
 async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     """Starts every part; each ends with the stack."""
+    require_packages(config.sync.transport)
     tasks = resolve_tasks(config.tasks, limit=config.limit)
     evaluated = resolve_tasks(config.eval.tasks, limit=config.eval.limit) if config.eval.every else []
     model = resolve_policy(config.policy.model)
@@ -124,10 +134,13 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     await wait_for_writers(store)
     await stack.enter_async_context(start_cluster(config.cluster))
     _require_room(config)
+    places = await stack.enter_async_context(shared_places(config))
     learner = await stack.enter_async_context(
-        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store)
+        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store, places=places)
     )
-    servers = await stack.enter_async_context(start_inference_pool(config.policy.pool, model=model, version=None))
+    servers = await stack.enter_async_context(
+        start_inference_pool(serving(config), model=model, version=None, places=places)
+    )
     version = await restore(run, learner, ledger)
     prefix = f"lineage-{version.lineage}"
     rollouts = await stack.enter_async_context(
@@ -167,7 +180,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         )
     if config.admission.every_s:
         await stack.enter_async_context(adapting(rollouts.slots, config.admission, servers.load))
-    await stack.enter_async_context(scaling(run, worker_fleet(rollouts), server_fleet(servers)))
+    await stack.enter_async_context(scaling(run, worker_fleet(rollouts), _server_fleet(config, servers)))
     stream = await stack.enter_async_context(
         rollouts.stream(schedule, config.group_size, buffer, servers.oldest_version, ledger)
     )
@@ -243,13 +256,21 @@ def summarize_run(parts: Parts) -> dict[str, Any]:
     }
 
 
+def _server_fleet(config: "Config", servers: InferencePool) -> Fleet:
+    if not config.policy.pool.server.colocated:
+        return server_fleet(servers)
+    why = "policy.server.colocated pairs each server with a learner rank: start the run with other numbers"
+    return fixed_fleet("inference servers", lambda wish: wish.servers, len(servers.servers), why)
+
+
 def _require_room(config: "Config") -> None:
     server = config.policy.pool.server
     each = Resources(num_cpus=server.num_cpus, num_gpus=server.num_gpus)
+    beside = dataclasses.replace(each, num_gpus=0) if server.colocated else each
     require(
         {
             "learner ranks": (config.learners.num_ranks, config.learners.resources),
-            "inference servers": (config.policy.pool.num_servers, each),
+            "inference servers": (config.policy.pool.num_servers, beside),
             "rollout workers": (config.rollouts.num_workers, config.rollouts.resources),
             "evaluation servers": (config.eval.num_servers if config.eval.every else 0, each),
         }
@@ -270,26 +291,21 @@ def _start_evaluation(
         tasks,
         source=learner,
         model=model,
-        pool=config.policy.pool,
+        pool=serving_evaluation(config),
         episode=config.episode,
         rollouts=config.rollouts,
-        sync=_proven(config),
+        sync=evaluation_sync(config),
         store=run.directory / "eval",
         prefix=prefix,
     )
 
 
-def _proven(config: "Config") -> SyncConfig:
-    return dataclasses.replace(config.sync, probe_is_exact=config.learner.precision is Precision.FP32)
-
-
-def _weight_sync(config: "Config", learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer) -> WeightSync:
-    # At staleness 0 a Group may start only when every server has the version, so publishing waits for them all.
-    sync = dataclasses.replace(_proven(config), barrier=config.sync.barrier or config.max_staleness == 0)
-
+def _weight_sync(
+    config: "Config", learner: LearnerGroup, servers: InferencePool, buffer: GroupBuffer
+) -> WeightSync | TransferSync:
     def advance() -> None:
         oldest = servers.oldest_version()
         if oldest is not None and oldest.lineage == buffer.version.lineage:  # else a restore is under way, and tells it
             buffer.advance(oldest)
 
-    return WeightSync(source=learner, target=servers, config=sync, on_served=advance)
+    return make_sync(training_sync(config), source=learner, target=servers, on_served=advance)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.inference_config import DType, InferencePoolConfig, ServerConfig, check_model
+from actors.inference_config import DType, InferencePoolConfig, ServerConfig, Transport, check_model
 
 
 def saved(tmp_path: Path, **config) -> Path:
@@ -50,6 +50,30 @@ def test_a_gpu_server_spreads_over_its_gpus_and_leaves_the_cpu_settings_out(tmp_
         ServerConfig(tensor_parallel_size=2, num_gpus=1)
     with pytest.raises(ValueError, match="pipeline and data parallelism need GPUs"):
         ServerConfig(data_parallel_size=2)
+
+
+def test_an_adapter_gets_the_room_that_vllm_knows_beside_its_targets_alone(tmp_path: Path):
+    args = ServerConfig(lora_rank=24, lora_targets=("q_proj",)).resolved_engine_args(saved(tmp_path, dtype="float32"))
+    assert (args["max_lora_rank"], args["lora_target_modules"], args["max_loras"]) == (32, ["q_proj"], 1)
+    with pytest.raises(ValueError, match="an adapter needs lora_targets"):
+        ServerConfig(lora_rank=8)
+    with pytest.raises(ValueError, match=r"lora_rank must be 0 \(no adapter\) to 512, got 513"):
+        ServerConfig(lora_rank=513, lora_targets=("q_proj",))
+
+
+def test_a_server_is_ready_for_its_transport_and_for_sleep(tmp_path: Path):
+    model = saved(tmp_path, dtype="float32")
+    nccl = ServerConfig(num_gpus=1, transport=Transport.NCCL).resolved_engine_args(model)
+    assert nccl["weight_transfer_config"] == {"backend": "nccl"} and "enable_sleep_mode" not in nccl
+    ipc = ServerConfig(num_gpus=1, transport=Transport.IPC, colocated=True)
+    assert ipc.resolved_engine_args(model)["enable_sleep_mode"] is True
+    assert ipc.environment()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    rdt = ServerConfig(num_gpus=1, transport=Transport.SHARDED_RDT)
+    assert rdt.spans_nodes and rdt.resolved_engine_args(model)["distributed_executor_backend"] == "ray"
+    on_cpu = ServerConfig(colocated=True)
+    assert not {"enable_sleep_mode", "weight_transfer_config"} & set(on_cpu.resolved_engine_args(model))
+    with pytest.raises(ValueError, match="a colocated server has one GPU"):
+        ServerConfig(colocated=True, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

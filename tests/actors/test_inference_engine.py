@@ -10,12 +10,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from actors.engine_weights import EngineWeights
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine
 from actors.inference_errors import NonFiniteLogprobs, RequestDropped, ServerNotReady, VersionProofError
 from actors.inference_request import Part, Request, join_parts, rest_of
 from actors.sync_config import SyncConfig
-from actors.version_proof import Published, check_canary, check_probe, probe_ids
+from actors.version_proof import Probe, Published, check_canary, check_probe, probe_ids
 from actors.weight_noise import Noise, tensor_groups
 from actors.weight_stage import Manifest
 from envs.errors import ContextLimit
@@ -55,30 +56,31 @@ class Served:
         return self.manifest
 
     async def update(self, *, mode: UpdateMode = UpdateMode.KEEP, max_columns: int = ALL_COLUMNS):
-        return await self.engine.load(self.stage(), mode=mode, max_columns=max_columns, admits=True)
+        return await self.engine.weights.load(self.stage(), mode=mode, max_columns=max_columns, admits=True)
 
     def published(self) -> Published:
-        ids = probe_ids(self.manifest, 48)
-        return Published(manifest=self.manifest, probe_ids=ids, probe_logprobs=tuple(self.source.logprobs(ids)))
+        ids = probe_ids(VOCAB_SIZE, 48)
+        probe = Probe(version=self.manifest.version, ids=ids, logprobs=tuple(self.source.logprobs(ids)))
+        return Published(manifest=self.manifest, probe=probe)
 
     async def freeze(self, *names: str, at: Manifest | None = None) -> None:
         await self.engine._llm.collective_rpc("freeze", args=(list(names), at.as_message() if at else None))
 
     # SyncedServer and Sampler, so that proofs and the contract run without Ray.
     async def load(self, manifest, mode, max_columns, admits, deadline_s):
-        return await self.engine.load(manifest, mode=mode, max_columns=max_columns, admits=admits)
+        return await self.engine.weights.load(manifest, mode=mode, max_columns=max_columns, admits=admits)
 
     async def admit(self, deadline_s):
-        self.engine.admit()
+        self.engine.weights.admit()
 
     async def load_disturbed(self, manifest, noise: Noise, deadline_s):
-        await self.engine.load_disturbed(manifest, noise)
+        await self.engine.weights.load_disturbed(manifest, noise)
 
     async def probe(self, ids, deadline_s):
         return await self.engine.probe(ids)
 
     async def quarantine(self, reason, deadline_s):
-        self.engine.quarantine(reason)
+        self.engine.weights.quarantine(reason)
 
     async def sample(self, prompt_ids, params, *, stop_ids, key):
         request = Request(prompt_ids=prompt_ids, params=params, stop_ids=stop_ids)
@@ -294,20 +296,20 @@ async def test_a_tied_head_that_keeps_its_packed_copy_is_caught_by_each_of_the_t
     with pytest.raises(VersionProofError, match=r"embed_tokens\.weight \(in lm_head\.weight\)"):
         await served.update(max_columns=16)
     with pytest.raises(VersionProofError, match="does not serve version"):
-        await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+        await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
 
 
 async def test_the_probe_alone_catches_every_tensor_that_stays_old(served: Served, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
+    monkeypatch.setattr(EngineWeights, "_raise_if_stale", lambda *_: None)
     await served.freeze()
     await served.update()
-    await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+    await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
     for name in [members[-1] for members in tensor_groups(t.name for t in served.manifest.tensors).values()]:
         await served.freeze(name, at=served.manifest)
         served.source.step(5)
         await served.update()
         with pytest.raises(VersionProofError, match="does not serve version"):
-            await check_probe(served, served.published(), SyncConfig(), is_exact=True)
+            await check_probe(served, served.published().probe, SyncConfig(), is_exact=True)
         await served.freeze()
         await served.update()
 
@@ -319,9 +321,9 @@ async def test_the_canary_passes_and_names_each_group_that_does_not_reach_the_ke
     await served.update()
     await check_canary(served, served.published(), SyncConfig())
     assert not served.engine.is_ready, "requests stay out until the caller admits them"
-    served.engine.admit()
+    served.engine.weights.admit()
     assert served.engine.is_ready
-    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
+    monkeypatch.setattr(EngineWeights, "_raise_if_stale", lambda *_: None)
     groups = tensor_groups(tensor.name for tensor in served.manifest.tensors)
     for frozen in (list(groups), ["model.layers.*.self_attn.q_norm.weight"], ["model.norm.weight"]):
         await served.freeze(*(name for group in frozen for name in groups[group]), at=served.manifest)
@@ -342,7 +344,7 @@ async def test_bytes_that_changed_on_the_way_are_named(served: Served):
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(VersionProofError, match=f"bytes staged for version .*{manifest.tensors[-1].name}"):
-        await served.engine.load(manifest, mode=UpdateMode.KEEP, max_columns=ALL_COLUMNS, admits=True)
+        await served.engine.weights.load(manifest, mode=UpdateMode.KEEP, max_columns=ALL_COLUMNS, admits=True)
     await served.update()
 
 
@@ -350,7 +352,7 @@ async def test_a_non_finite_logprob_is_a_typed_error(served: Served, monkeypatch
     good = {name: parameter.detach().clone() for name, parameter in served.source.model.named_parameters()}
     with torch.no_grad():
         served.source.model.model.norm.weight.fill_(float("nan"))
-    monkeypatch.setattr(Engine, "_raise_if_stale", lambda *_: None)
+    monkeypatch.setattr(EngineWeights, "_raise_if_stale", lambda *_: None)
     await served.update()
     with pytest.raises(NonFiniteLogprobs, match="server-0: log-probability nan"):
         await served.sample(PROMPT, SamplingParams(max_tokens=4), stop_ids=[], key="nan")

@@ -27,7 +27,7 @@ async def main(model, stages):
     source = TinySource(model)
     for n in range(2):
         manifest = source.stage(stages, PolicyVersion(lineage=0, n=n))
-        report = await engine.load(manifest, mode=UpdateMode.KEEP, max_columns=1024, admits=True)
+        report = await engine.weights.load(manifest, mode=UpdateMode.KEEP, max_columns=1024, admits=True)
         assert report.unread == () and report.num_values > 500_000, report
         gaps = [abs(a - b) for a, b in zip(await engine.probe(range(100, 160)), source.logprobs(range(100, 160)))]
         assert max(gaps) < 1e-5, max(gaps)

@@ -7,6 +7,8 @@ from typing import Any
 class RecordingLLM:
     """Answers every coroutine with None."""
 
+    errored = False
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         cache = SimpleNamespace(kv_cache_size_tokens=1000)

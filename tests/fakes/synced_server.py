@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from actors.engine_weights import LoadReport
 from actors.inference_config import UpdateMode
-from actors.inference_engine import LoadReport
 from actors.inference_errors import VersionProofError
 from actors.version_proof import SyncedServer
 from actors.weight_noise import Noise, disturb
@@ -116,6 +116,8 @@ class FakeServer:
 
 class FakeTarget:
     """A SyncTarget over fake servers."""
+
+    vocab_size = 64
 
     def __init__(self, *servers: FakeServer, is_exact: bool = True) -> None:
         self.servers = servers

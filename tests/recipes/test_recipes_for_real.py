@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from actors.inference_config import InferencePoolConfig
+from actors.inference_config import InferencePoolConfig, ServerConfig
 from actors.learner_group import LearnerGroupConfig
 from envs.build import EpisodeConfig, HarnessName
+from learners.config import LearnerConfig, LoraConfig
 from recipes import evaluate, export, harvest, rloo
 from recipes.policies import PolicyConfig
 from tests.recipes.conftest import TINY
@@ -45,6 +47,28 @@ def test_two_ranks_and_two_servers_train_together(taught: Path, tmp_path: Path) 
     assert goes_on["rl_steps"] == 4
     later = [group for id_, group in stored(config.run).items() if id_ not in before]
     assert later and all(v.lineage == 1 and v.n >= 3 for group in later for v in versions(group))
+
+
+def test_adapters_are_published_to_servers_that_take_turns_with_the_learner(taught: Path, tmp_path: Path) -> None:
+    config = rloo.Config(
+        run=tmp_path / "rloo",
+        tasks="shell:train[400:]",
+        steps=2,
+        groups_per_step=4,
+        group_size=4,
+        max_staleness=0,
+        policy=PolicyConfig(model=str(taught / "model"), pool=InferencePoolConfig(server=ServerConfig(colocated=True))),
+        episode=TINY.episode,
+        learner=LearnerConfig(lr=5e-3, lora=LoraConfig(rank=4, alpha=8)),
+    )
+    summary = asyncio.run(rloo.main(config))
+    assert (summary["rl_steps"], summary["max_staleness_seen"]) == (2, 0)
+    assert summary["logprob_gap_mean"] < 1e-5, "the probe proved each of three versions"
+    for row in rows(config.run):
+        assert row["sync/values_read_back"] == 0 < row["sync/tensors_unread"], "an adapter, not merged weights"
+    assert {v.n for group in stored(config.run).values() for v in versions(group)} == {0, 1}
+    adapter = load_file(config.run / "model" / "adapter" / "adapter_model.safetensors")
+    assert any(matrix.any() for name, matrix in adapter.items() if ".lora_B." in name), "training moved it"
 
 
 def test_a_policy_is_evaluated_taught_from_and_exported(taught: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class FakeServers:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    async def until_one_serves(self) -> None:
+    async def until_one_is_up(self) -> None:
         self.num_restarts += 1
 
 
@@ -138,7 +138,7 @@ class FakeSync:
     num_syncs = num_syncs_in_flight = 0
     probe_gap_mean = 0.0
 
-    def __init__(self, *, source: FakeLearner, target: FakeServers, config: Any, on_served: Callable[[], None]) -> None:
+    def __init__(self, config: Any, *, source: FakeLearner, target: FakeServers, on_served: Callable[[], None]) -> None:
         self._source, self._bed, self._on_served = source, target._bed, on_served
 
     async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
@@ -216,7 +216,7 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
     monkeypatch.setattr(rloo_parts, "start_learner_group", learner)
     monkeypatch.setattr(rloo_parts, "start_inference_pool", servers)
     monkeypatch.setattr(rloo_parts, "start_rollout_pool", rollouts)
-    monkeypatch.setattr(rloo_parts, "WeightSync", FakeSync)
+    monkeypatch.setattr(rloo_parts, "make_sync", FakeSync)
     monkeypatch.setattr(rloo_parts, "resolve_tasks", lambda name, limit: TASKS)
     monkeypatch.setattr(rloo_parts, "resolve_policy", lambda name: Path("model"))
     return bed
