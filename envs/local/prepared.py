@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.errors import SandboxRefused
+from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.local.dockerfile import Run
 from envs.local.labels import PREFIX, is_orphan, make_label
 from envs.local.layer import download_files, layer_entries
@@ -77,7 +77,7 @@ class PreparedEnvironments:
     async def of(self, task: Task) -> PreparedEnvironment:
         """The Task's, which is prepared now if it never was; those who ask meanwhile wait for the same one.
 
-        Raises SandboxRefused, from then on, when a command of its Dockerfile fails.
+        Raises SandboxRefused, from then on, when a command of its Dockerfile fails, and SandboxError.
         """
         plan, held = self._plan(task)
         content = held if held is not None else await self._layer(task, plan)
@@ -136,6 +136,10 @@ class PreparedEnvironments:
             try:
                 await (self._run(task, plan, temporary) if plan.has_run else asyncio.to_thread(_copy, plan, temporary))
                 temporary.rename(path)
+            except SandboxDied as error:  # no policy was in it
+                raise SandboxError(f"prepare the environment of task {task.id}: {error}") from error
+            except OSError as error:
+                raise SandboxError(f"write {temporary}: {error.strerror}; make room, or give a cache_dir") from error
             finally:
                 temporary.unlink(missing_ok=True)
             await asyncio.to_thread(_prune, self._directory, self._max_bytes, keep=path)

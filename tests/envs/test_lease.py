@@ -5,6 +5,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from envs.errors import SandboxError
 from envs.lease import Lease, LeasedSandbox, LeaseTerms, lease_of, sweep, this_holder
 
 
@@ -66,6 +69,19 @@ async def test_a_sweep_takes_what_is_abandoned_and_nothing_else() -> None:
     register = Register(lease(), lease(left_s=-1), lease(holder="another.1.1"))
     assert [s.id for s in await sweep(register)] == ["1"]
     assert [s.id for s in register.sandboxes] == ["0", "2"]
+
+
+async def test_a_removal_that_fails_keeps_no_other_from_being_removed() -> None:
+    class Stubborn(Register):
+        async def remove(self, sandbox: LeasedSandbox) -> None:
+            if sandbox.id == "0":
+                raise SandboxError("not now")
+            await super().remove(sandbox)
+
+    register = Stubborn(*(lease(left_s=-1) for _ in range(20)))
+    with pytest.raises(SandboxError, match="not now"):
+        await sweep(register)
+    assert [s.id for s in register.sandboxes] == ["0"]
 
 
 async def test_a_sweep_of_a_run_takes_all_of_that_run() -> None:

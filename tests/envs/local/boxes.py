@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from envs.lease import this_holder
 from envs.local.provider import LocalConfig, LocalProvider
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 
@@ -31,3 +32,8 @@ def make_provider(**config: Any) -> LocalProvider:
     """
     soft = {} if IS_ROOT else {"allow_soft_limits": True, "soft_max_processes": 300}
     return LocalProvider(LocalConfig(**{"max_processes": 128, "network": "none", "max_warm": 0, **soft, **config}))
+
+
+async def own_leases(provider: LocalProvider) -> list[str]:
+    """Owners of the leases that this process holds; others on this machine have theirs."""
+    return [each.lease.owner for each in await provider.list_leases() if each.lease.holder == this_holder()]

@@ -6,6 +6,7 @@ import os
 import tarfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from hashlib import md5
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from envs.local.layer import layer_entries
 from envs.local.provider import LocalProvider
 from envs.local.wire import Kind, encode_put
 from envs.task import Task
-from tests.envs.local.boxes import SMALL, make_provider, make_task
+from tests.envs.local.boxes import SMALL, make_provider, make_task, own_leases
 from tests.envs.local.test_dockerfile import write
 
 
@@ -135,7 +136,7 @@ async def test_a_command_that_fails_is_refused_with_what_it_said_and_not_tried_a
         assert len(builds) == 1
         with pytest.raises(SandboxRefused, match="RUN did not end within 1 s"):
             await play(provider, make_task(tmp_path / "slow", build_timeout_s=0.1, **SMALL), "")
-        assert await provider.list_leases() == []
+        assert await own_leases(provider) == []
     assert layers(tmp_path) == []
 
 
@@ -155,11 +156,15 @@ async def test_large_copies_are_a_layer_that_follows_the_files_and_makes_room(tm
 
 @pytest.mark.sandbox
 async def test_a_layer_too_large_for_its_box_is_the_providers_failure(tmp_path: Path) -> None:
-    """0.1 s."""
+    """0.2 s."""
     (write(tmp_path, "FROM x\nCOPY data /data\n").parent / "data").write_bytes(bytes(3 << 20))
     async with keeping(tmp_path / "layers") as provider:
         with pytest.raises(SandboxError, match="write /data inside: No space left"):
             await play(provider, make_task(tmp_path, memory_mb=256, storage_mb=2), "")
+        write(tmp_path, "FROM x\nRUN true\nCOPY data /data\n")
+        with pytest.raises(SandboxError, match="prepare the environment of task u: write /data inside: No space left"):
+            await play(provider, replace(make_task(tmp_path, memory_mb=256, storage_mb=1), id="u"), "")
+    assert len(layers(tmp_path)) == 1
 
 
 @pytest.mark.sandbox
@@ -184,4 +189,4 @@ async def test_closing_ends_what_is_being_prepared(tmp_path: Path) -> None:
         await provider.close()
         with pytest.raises(SandboxRefused, match="closed"):
             await starting
-        assert layers(tmp_path) == [] and await provider.list_leases() == []
+        assert layers(tmp_path) == [] and await own_leases(provider) == []

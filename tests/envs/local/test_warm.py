@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from envs.local.provider import LocalProvider
-from tests.envs.local.boxes import SMALL, make_provider, make_task
+from tests.envs.local.boxes import SMALL, make_provider, make_task, own_leases
 from tests.envs.local.test_lifecycle import children, descendants, open_files, own_cgroups
 
 pytestmark = pytest.mark.sandbox
@@ -23,7 +23,7 @@ async def provider() -> AsyncGenerator[LocalProvider]:
     yield provider
     await provider.close()
     assert (children(), open_files()) == before and own_cgroups() == []
-    assert await provider.list_leases() == []
+    assert await own_leases(provider) == []
 
 
 async def play(provider: LocalProvider, owner: str, **environment: object) -> str:
@@ -39,7 +39,7 @@ async def waiting(provider: LocalProvider) -> list[str]:
     """Owners of the leases, once nothing is being started."""
     while (filling := provider._warm._filling) and not filling.done():
         await asyncio.wait({filling})
-    return [leased.lease.owner for leased in await provider.list_leases()]
+    return await own_leases(provider)
 
 
 async def test_boxes_wait_for_the_size_that_was_asked_for_twice_and_are_as_good_as_new(provider: LocalProvider) -> None:
