@@ -84,7 +84,7 @@ def prune(ledger: Ledger, store: Path, version: PolicyVersion, *, keep_steps: in
             path.unlink()
             removed.append(path.name)
     if removed:
-        logger.info("store=%s pruned: %s, %.2f GB", store, ", ".join(removed), num_bytes / 1e9)
+        logger.info("store=%s pruned: %d segments, %.3f GB", store, len(removed), num_bytes / 1e9)
     return removed, num_bytes
 
 
