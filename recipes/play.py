@@ -115,7 +115,7 @@ async def play_tasks(
                     async for handle in workers.play_all(missing, attempts, ledger):
                         handles[handle.group_id] = handle
                         progress.advance()
-            facts |= _report_recoveries(run, workers)
+            facts |= _report_recoveries(run, workers, served.servers)
     if isinstance(served.sampler, Teacher):
         facts["usage"] = dataclasses.asdict(usage_of(store))
     return [handles[task.id] for task in tasks if task.id in handles], facts
@@ -149,9 +149,11 @@ def issue_missing(tasks: Sequence[Task], stored: Mapping[str, GroupHandle], ledg
     return missing
 
 
-def _report_recoveries(run: Run, workers: RolloutPool) -> dict[str, float]:
+def _report_recoveries(run: Run, workers: RolloutPool, servers: InferencePool | None) -> dict[str, float]:
     """Totals of what died and was made good, each also an event."""
     metrics = workers.fleet.metrics()
+    if servers is not None:
+        metrics["recovery/inference_servers"] = float(servers.num_restarts)
     for name, count in metrics.items():
         if count:
             run.event(name.removeprefix("recovery/"), count=count)
