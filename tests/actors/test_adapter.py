@@ -170,9 +170,11 @@ async def test_generation_follows_each_version_of_an_adapter_and_equals_the_lear
     first = await served.reply("one")
     assert {span.version.n for span in first.spans} == {1}
     assert gap(first, served.learner) < 1e-5 < 1e-2 < gap(first, served.base)
-    flying = asyncio.create_task(served.reply("flying", max_tokens=200))
-    await asyncio.sleep(0.3)
     served.step()
+    sampled = served.engine.stats.num_sampled_tokens
+    flying = asyncio.create_task(served.reply("flying", max_tokens=200))
+    while served.engine.stats.num_sampled_tokens == sampled:
+        await asyncio.sleep(0.005)
     await served.publish()
     assert [span.version.n for span in (await flying).spans] == [1, 2], "a reply in flight takes the new adapter"
     assert gap(await served.reply("two"), served.learner) < 1e-5

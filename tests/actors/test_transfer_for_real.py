@@ -158,9 +158,10 @@ async def test_weights_that_a_rank_sends_are_proven_and_sampled_in_mid_reply_too
     sync = TransferSync(source=source, target=Fleet(server), config=SyncConfig(transport=Transport.NCCL))
     await sync.publish(PolicyVersion(lineage=0, n=0))
     assert server.engine.is_ready, "the canary saw every group of tensors and admitted requests"
-    flying = asyncio.create_task(server.reply(190))
-    await asyncio.sleep(0.3)
     source.step()
+    flying = asyncio.create_task(server.reply(190))
+    while server.engine.stats.num_sampled_tokens == 0:
+        await asyncio.sleep(0.005)
     metrics = await sync.publish(PolicyVersion(lineage=0, n=1))
     crossed = await flying
     assert [span.version.n for span in crossed.spans] == [0, 1] and metrics["sync/probe_gap"] < 1e-5
