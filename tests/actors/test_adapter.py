@@ -13,7 +13,7 @@ from actors.engine_weights import EngineWeights
 from actors.inference_config import ServerConfig, UpdateMode
 from actors.inference_engine import Engine
 from actors.inference_errors import VersionProofError, WeightSyncError
-from actors.inference_request import Request, join_parts
+from actors.inference_request import Part, Request, join_parts
 from actors.sync_config import SyncConfig
 from actors.version_proof import Probe, Published, check_canary, check_probe, probe_ids
 from actors.weight_noise import Noise, canary_groups
@@ -133,9 +133,14 @@ class Served:
     async def quarantine(self, reason, deadline_s):
         self.engine.weights.quarantine(reason)
 
-    async def reply(self, name: str, max_tokens: int = 24) -> Completion:
+    async def reply(self, name: str, max_tokens: int = 24, begun: asyncio.Event | None = None) -> Completion:
         request = Request(prompt_ids=PROMPT, params=SamplingParams(max_tokens=max_tokens), stop_ids=[])
-        return join_parts([part async for part in self.engine.generate(request, name)])
+        parts: list[Part] = []
+        async for part in self.engine.generate(request, name):
+            parts.append(part)
+            if begun is not None:
+                begun.set()
+        return join_parts(parts)
 
 
 def gap(completion: Completion, learner: Learner) -> float:
@@ -170,9 +175,10 @@ async def test_generation_follows_each_version_of_an_adapter_and_equals_the_lear
     first = await served.reply("one")
     assert {span.version.n for span in first.spans} == {1}
     assert gap(first, served.learner) < 1e-5 < 1e-2 < gap(first, served.base)
-    flying = asyncio.create_task(served.reply("flying", max_tokens=200))
-    await asyncio.sleep(0.3)
     served.step()
+    begun = asyncio.Event()
+    flying = asyncio.create_task(served.reply("flying", 200, begun))
+    await begun.wait()
     await served.publish()
     assert [span.version.n for span in (await flying).spans] == [1, 2], "a reply in flight takes the new adapter"
     assert gap(await served.reply("two"), served.learner) < 1e-5

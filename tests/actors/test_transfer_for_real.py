@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from actors import learner_group
 from actors.inference_config import ServerConfig, Transport
 from actors.inference_engine import Engine
-from actors.inference_request import Request, join_parts
+from actors.inference_request import Part, Request, join_parts
 from actors.learner_group import LearnerRank
 from actors.sync_config import SyncConfig
 from actors.transfer_sync import TransferSync
@@ -63,9 +63,14 @@ class Server:
     async def quarantine(self, reason: str, deadline_s: float) -> None:
         self.engine.weights.quarantine(reason)
 
-    async def reply(self, max_tokens: int) -> Completion:
+    async def reply(self, max_tokens: int, begun: asyncio.Event | None = None) -> Completion:
         request = Request(prompt_ids=PROMPT, params=SamplingParams(max_tokens=max_tokens), stop_ids=[])
-        return join_parts([part async for part in self.engine.generate(request, f"r-{max_tokens}")])
+        parts: list[Part] = []
+        async for part in self.engine.generate(request, f"r-{max_tokens}"):
+            parts.append(part)
+            if begun is not None:
+                begun.set()
+        return join_parts(parts)
 
 
 class Fleet:
@@ -158,9 +163,10 @@ async def test_weights_that_a_rank_sends_are_proven_and_sampled_in_mid_reply_too
     sync = TransferSync(source=source, target=Fleet(server), config=SyncConfig(transport=Transport.NCCL))
     await sync.publish(PolicyVersion(lineage=0, n=0))
     assert server.engine.is_ready, "the canary saw every group of tensors and admitted requests"
-    flying = asyncio.create_task(server.reply(190))
-    await asyncio.sleep(0.3)
     source.step()
+    begun = asyncio.Event()
+    flying = asyncio.create_task(server.reply(190, begun))
+    await begun.wait()
     metrics = await sync.publish(PolicyVersion(lineage=0, n=1))
     crossed = await flying
     assert [span.version.n for span in crossed.spans] == [0, 1] and metrics["sync/probe_gap"] < 1e-5

@@ -66,7 +66,7 @@ def test_adapters_are_published_to_servers_that_take_turns_with_the_learner(taug
     assert summary["logprob_gap_mean"] < 1e-5, "the probe proved each of three versions"
     for row in rows(config.run):
         assert row["sync/values_read_back"] == 0 < row["sync/tensors_unread"], "an adapter, not merged weights"
-    assert {v.n for group in stored(config.run).values() for v in versions(group)} == {0, 1}
+    assert {0, 1} <= {v.n for group in stored(config.run).values() for v in versions(group)}
     adapter = load_file(config.run / "model" / "adapter" / "adapter_model.safetensors")
     assert any(matrix.any() for name, matrix in adapter.items() if ".lora_B." in name), "training moved it"
 
