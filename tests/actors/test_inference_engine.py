@@ -236,8 +236,9 @@ async def test_a_reply_is_handed_on_while_it_is_sampled(served: Served):
     async for part in served.parts(request):
         parts.append(part)
         usage = max(usage, served.engine.kv_usage)
-    assert [len(part.ids) for part in parts] == [1, 32, 32, 32, 3]
-    assert [part.finish_reason for part in parts] == ["", "", "", "", "length"]
+    lengths = [len(part.ids) for part in parts]
+    assert lengths[0] == 1 and len(lengths) > 2 and sum(lengths) == 100, "vLLM joins what is not taken in time"
+    assert [part.finish_reason for part in parts] == [""] * (len(parts) - 1) + ["length"]
     assert 0 < usage < 1 and served.engine.stats.num_requests == began + 1 and served.engine.kv_usage == 0
 
 
