@@ -24,6 +24,7 @@ from typing import Any
 import tyro
 
 from benchmarks.hardware import describe_hardware
+from recipes.record import code_revision
 from tests.faults.bed import HARVEST, PLACED, RLOO, SERVED_HARVEST, Ended, Victim, run_with_kill, three_raylets
 from tests.faults.head import copy_checkout, ray_head
 from tests.faults.jobs import HowItEnds, run_job_with_kill
@@ -184,6 +185,7 @@ def _write(config: Config, results: list[dict[str, Any]], *, num_left_out: int, 
         "hardware": describe_hardware(),
         "figures": figures,
         "command": "python -m tests.faults.matrix " + " ".join(sys.argv[1:]),
+        "revision": code_revision(),
         "seed": config.seed,
         "cases": results,
     }

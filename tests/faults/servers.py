@@ -42,6 +42,7 @@ from benchmarks.conversations import EndlessRenderer
 from benchmarks.hardware import describe_hardware
 from envs.conversation import SampledConversation
 from envs.sampler import Sampler, SamplingParams
+from recipes.record import code_revision
 from tests.actors.tiny_qwen3 import TinySource, save_tiny_qwen3
 from tests.envs.tokens import CHATML_TEMPLATE, tiny_renderer
 from trajectories.samples import trajectory_samples
@@ -93,6 +94,7 @@ def main(config: Config) -> None:
         "hardware": describe_hardware(),
         "figures": figures,
         "command": "python -m tests.faults.servers " + " ".join(sys.argv[1:]),
+        "revision": code_revision(),
         "seed": config.seed,
         "in_flight": played.in_flight,
         "positions": sorted(played.positions),
