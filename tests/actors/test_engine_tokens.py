@@ -102,7 +102,7 @@ class Served:
         self.n += 1
         self.source.step(self.n, names=("model.layers.0.mlp.up_proj.weight", "model.norm.weight"))
         manifest = self.source.stage(self.directory, PolicyVersion(lineage=0, n=self.n))
-        await self.engine.load(manifest, mode=UpdateMode.KEEP, max_columns=64, admits=True)
+        await self.engine.weights.load(manifest, mode=UpdateMode.KEEP, max_columns=64, admits=True)
 
     def calls_of(self, key: str) -> list[EngineCall]:
         return [call for request_id, call in self.llm.calls.items() if request_id.startswith(f"{key}/")]

@@ -205,15 +205,16 @@ async def test_a_request_that_comes_while_weights_are_replaced_reads_no_older_ca
 async def test_a_request_that_is_on_its_way_into_vllm_is_there_before_an_update(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    before, enter = served.n, served.engine._llm.add_request
+    before, enter, is_entering = served.n, served.engine._llm.add_request, asyncio.Event()
 
     async def enter_late(*args, **options):
+        is_entering.set()
         await asyncio.sleep(0.2)
         return await enter(*args, **options)
 
     monkeypatch.setattr(served.engine._llm, "add_request", enter_late)
     reply = asyncio.create_task(served.sample(PROMPT, SamplingParams(max_tokens=8), stop_ids=[], key="late"))
-    await asyncio.sleep(0.1)
+    await is_entering.wait()
     await served.update(mode=UpdateMode.WAIT)
     assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=8),)
 
