@@ -63,6 +63,12 @@ class Served:
         probe = Probe(version=self.manifest.version, ids=ids, logprobs=tuple(self.source.logprobs(ids)))
         return Published(manifest=self.manifest, probe=probe)
 
+    async def until_begun(self, num_requests: int) -> None:
+        """Returns when so many requests, counted since the start, have their first token."""
+        async with asyncio.timeout(60):
+            while self.engine.stats.num_requests < num_requests:  # noqa: ASYNC110  it is a counter
+                await asyncio.sleep(0.002)
+
     async def freeze(self, *names: str, at: Manifest | None = None) -> None:
         await self.engine._llm.collective_rpc("freeze", args=(list(names), at.as_message() if at else None))
 
@@ -142,12 +148,12 @@ async def test_a_prompt_that_leaves_no_room_is_a_context_limit(served: Served):
 
 async def test_an_update_in_mid_reply_splits_it_into_spans_of_the_weights_that_sampled(served: Served):
     """Each token's log-probability is that of its span's version: the reference of the other version gives another."""
-    before, old = served.n, copy.deepcopy(served.source)
+    before, old, began = served.n, copy.deepcopy(served.source), served.engine.stats.num_requests
     params = SamplingParams(max_tokens=200)
     replies = [
         asyncio.create_task(served.sample(PROMPT[: 20 + k], params, stop_ids=[], key=f"k{k}")) for k in range(16)
     ]
-    await asyncio.sleep(0.3)
+    await served.until_begun(began + 16)
     served.source.step(1)
     report = await served.update()
     assert report.num_in_flight == 16
@@ -244,9 +250,9 @@ async def test_a_reply_is_handed_on_while_it_is_sampled(served: Served):
 
 
 async def test_wait_lets_replies_end_on_the_old_weights(served: Served):
-    before = served.n
+    before, began = served.n, served.engine.stats.num_requests
     reply = asyncio.create_task(served.sample(PROMPT, SamplingParams(max_tokens=150), stop_ids=[], key="w"))
-    await asyncio.sleep(0.2)
+    await served.until_begun(began + 1)
     await served.update(mode=UpdateMode.WAIT)
     assert (await reply).spans == (VersionSpan(version=PolicyVersion(lineage=0, n=before), num_tokens=150),)
 
@@ -260,8 +266,9 @@ async def test_abort_drops_a_reply_whose_tokens_go_on_under_the_new_weights(serv
         async for part in served.parts(rest_of(request, parts)):
             parts.append(part)
 
+    began = served.engine.stats.num_requests
     taking = asyncio.create_task(take())
-    await asyncio.sleep(0.1)
+    await served.until_begun(began + 1)
     served.source.step(7)
     await served.update(mode=UpdateMode.ABORT)
     with pytest.raises(RequestDropped, match="dropped request"):
