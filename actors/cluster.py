@@ -71,7 +71,7 @@ async def start_cluster(config: ClusterConfig) -> AsyncIterator[None]:
         joining["object_store_memory"] = config.object_store_mb << 20
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(
-        address=address,
+        address=address or "local",  # left to itself, Ray would join whatever a killed run left a note of
         logging_level=logging.ERROR,  # its warnings speak of defaults that this project chose
         log_to_driver=True,
         runtime_env={"env_vars": _worker_environment(joined=bool(address))},

@@ -36,8 +36,8 @@ class WarmPool:
 
     async def take(self, size: BoxSize) -> LocalSandbox | None:
         """A box of that size that still lives, the caller's to stop; None when none waits."""
-        for waiting in [each for each in self._waiting if each[0] == size]:
-            self._waiting.remove(waiting)
+        while waiting := next((each for each in self._waiting if each[0] == size), None):
+            self._waiting.remove(waiting)  # before anything is awaited: others take too
             _, sandbox, lease = waiting
             lease.close()
             if sandbox.connection.is_open:

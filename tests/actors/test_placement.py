@@ -18,7 +18,7 @@ class Holder:
 @pytest.mark.ray
 @pytest.mark.exhaustive
 async def test_pairs_share_a_gpu_each() -> None:
-    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20)
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20)
     try:
         async with shared_gpus(2, num_cpus=0, what="two pairs", deadline_s=30) as places:
             pairs = [
