@@ -53,16 +53,18 @@ def main() -> None:
         measured = _contenders(arguments)[arguments.contender]()
         arguments.out.write_text(json.dumps(dataclasses.asdict(measured)))
         return
-    results = {name: _in_process(name, arguments) for name in _contenders(arguments)}
-    result = {
+    result: dict[str, Any] = {
         "command": "python -m benchmarks.learner " + " ".join(sys.argv[1:]),
         "hardware": describe_hardware(),
         "steps_timed": arguments.steps,
         "threads": arguments.threads,
-        "figures": figures(results),
-        "contenders": results,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    for name in _contenders(arguments):
+        results[name] = _in_process(name, arguments)
+        arguments.out.write_text(json.dumps(result | {"contenders": results}, indent=1) + "\n")
+    result |= {"figures": figures(results), "contenders": results}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["figures"], indent=1), f"written to {arguments.out}")
 
