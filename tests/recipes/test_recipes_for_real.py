@@ -33,7 +33,7 @@ def test_two_ranks_and_two_servers_train_together(taught: Path, tmp_path: Path) 
         steps=3,
         groups_per_step=6,
         group_size=4,
-        max_staleness=2,
+        max_staleness=1,
         policy=PolicyConfig(model=str(taught / "model"), pool=InferencePoolConfig(num_servers=2)),
         episode=TINY.episode,
         learners=LearnerGroupConfig(num_ranks=2),
