@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.errors import ClusterError
 from actors.inference_errors import ServerNotReady
-from actors.inference_pool import InferencePool
+from actors.inference_pool import InferencePool, ServerHandle
 from actors.rollout_pool import RolloutPool
 from recipes.run import Run
 
@@ -43,6 +43,8 @@ class Wish:
 
     def __post_init__(self) -> None:
         for name, count in dataclasses.asdict(self).items():
+            if count is not None and not isinstance(count, int):
+                raise ValueError(f"{name} must be a whole number, got {count!r}")
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be >= 1, got {count}; stop the run to end them all")
 
@@ -91,14 +93,21 @@ def worker_fleet(pool: RolloutPool) -> Fleet:
 
 
 def server_fleet(pool: InferencePool) -> Fleet:
-    """The inference servers; one that comes has proven its weights, one that goes has ended what it sampled."""
+    """The inference servers; one that comes has proven its weights, one that goes has ended what it sampled.
+
+    The youngest goes, or before it one that is down: the others may be all that samples.
+    """
     return Fleet(
         name="inference servers",
         wished=lambda wish: wish.servers,
         count=lambda: len(pool.servers),
         grow=lambda: pool.add(),
-        shrink=lambda: pool.remove(pool.servers[-1].name, DRAIN_S),
+        shrink=lambda: pool.remove(min(reversed(pool.servers), key=_is_sampling).name, DRAIN_S),
     )
+
+
+def _is_sampling(server: ServerHandle) -> bool:
+    return server.version is not None
 
 
 def fixed_fleet(name: str, wished: Callable[[Wish], int | None], count: int, why: str) -> Fleet:

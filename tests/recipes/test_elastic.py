@@ -5,7 +5,8 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +14,7 @@ from actors.errors import PlacementError
 from envs.tasksets.shell import write_task_set
 from recipes import elastic, harvest, scale
 from recipes.audit import audit_store
-from recipes.elastic import Fleet, Wish, ask, asked, fixed_fleet, scaling
+from recipes.elastic import Fleet, Wish, ask, asked, fixed_fleet, scaling, server_fleet
 from recipes.run import Run
 from trajectories.ledger_index import GroupState
 from trajectories.store import scan
@@ -61,7 +62,7 @@ def test_wishes_add_up_and_are_read_as_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
 
 
-@pytest.mark.parametrize("text", ["{", '{"workers": 0}', '{"wokers": 1}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"workers": 0}', '{"workers": 2.5}', '{"workers": "2"}', '{"wokers": 1}', "[]"])
 def test_what_is_no_wish_is_refused_with_the_command_that_writes_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "scale.json").write_text(text)
     with pytest.raises(ValueError, match=r"scale\.json is no wish .* write it with python -m recipes\.scale"):
@@ -111,6 +112,19 @@ async def test_what_the_cluster_lacks_is_told_once_and_the_run_stays_as_it_was(
             ask(tmp_path, Wish(workers=3))
             await until(lambda: workers.count == 3)
             assert len(events(tmp_path)) == 4, "the servers' wish is as it was"
+
+
+async def test_a_server_that_is_down_goes_before_one_that_samples() -> None:
+    """While a server is healed, the others may be all that samples."""
+    down, sampling = SimpleNamespace(name="s0", version=None), SimpleNamespace(name="s1", version=0)
+    removed: list[str] = []
+
+    async def remove(name: str, deadline_s: float) -> None:
+        removed.append(name)
+
+    for servers in ((down, sampling), (sampling, down), (sampling, SimpleNamespace(name="s2", version=0))):
+        await server_fleet(cast(Any, SimpleNamespace(servers=servers, remove=remove))).shrink()
+    assert removed == ["s0", "s0", "s2"], "among those that sample the youngest"
 
 
 async def test_a_file_that_is_no_wish_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
