@@ -143,7 +143,7 @@ async def test_all_of_a_packed_box_is_read_however_little_is_kept_of_an_output()
     content, file = os.urandom(1000), io.BytesIO()
     await download_files(cast(Any, PackedBox(content, max_output=300)), file)
     assert file.read() == content
-    with pytest.raises(SandboxError, match="read what RUN made: .* ended with 137") as raised:
+    with pytest.raises(SandboxError, match=r"read what RUN made: .* ended with 137") as raised:
         await download_files(cast(Any, PackedBox(content, max_output=300, breaks_at=600)), io.BytesIO())
     assert not isinstance(raised.value, SandboxRefused), "which would hold for good"
 

@@ -1,4 +1,4 @@
-"""The warm pool over boxes that are none: what it leaves when it is closed, or cannot write a lease, at a bad moment."""
+"""The warm pool over boxes that are none: what it leaves when it is closed at a bad moment, or cannot write a lease."""
 
 import asyncio
 import logging
