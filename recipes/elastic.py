@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.errors import ClusterError
-from actors.inference_errors import ServerNotReady
 from actors.inference_pool import InferencePool, ServerHandle
 from actors.rollout_pool import RolloutPool
+from envs.errors import EpisodeError
 from recipes.run import Run
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ def ask(directory: Path, wish: Wish) -> Wish:
 def asked(directory: Path) -> Wish:
     """The wish in the run directory; ValueError when somebody wrote something else there."""
     path = directory / WISH
-    if not path.exists():
-        return Wish()
     try:
         return Wish(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Wish()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is no wish ({error}): write it with python -m recipes.scale") from None
 
@@ -141,7 +141,7 @@ async def _follow(run: Run, fleet: Fleet) -> None:
             wished = fleet.wished(asked(run.directory))
             if wished is not None and wished != refused:
                 await _step_towards(run, fleet, wished)
-        except (ClusterError, ServerNotReady, ValueError) as error:
+        except (ClusterError, EpisodeError, OSError, ValueError) as error:  # SandboxRefused: a node that cannot play
             wished = str(error) if wished is None else wished
             if wished != refused:
                 run.event("not scaled", fleet=fleet.name, why=str(error), now=fleet.count())
