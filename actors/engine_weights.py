@@ -8,8 +8,8 @@ ask it; its verbs are called by actors/inference_server.py.
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,34 +140,34 @@ class EngineWeights:
 
     async def close_transfer(self) -> None:
         """Leaves the group, so that another may be joined."""
-        await self._llm.shutdown_weight_transfer_engine()
+        with self._named("does not leave its learner"):
+            await self._llm.shutdown_weight_transfer_engine()
 
     async def begin_transfer(self, mode: UpdateMode) -> None:
-        """Stops sampling and makes ready to receive; until `end_transfer` no other update comes in."""
+        """Stops sampling and makes ready to receive; until `end_transfer`, or a failure, no other update comes in."""
         await self._update.acquire()
         self._fault = "is out of service: its weights are being received"
-        await self._until_entered()
-        await self._llm.pause_generation(mode=mode.value, clear_cache=False)
-        if not self._awake.is_set():
-            await self._llm.wake_up(tags=["weights"])
-        await self._llm.start_weight_update()
+        with self._releasing(), self._named("does not make ready for its weights"):
+            await self._until_entered()
+            await self._llm.pause_generation(mode=mode.value, clear_cache=False)
+            if not self._awake.is_set():
+                await self._llm.wake_up(tags=["weights"])
+            await self._llm.start_weight_update()
 
     async def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Receives what the learner sends meanwhile."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        try:
+        with self._releasing(), self._named("did not receive its weights"):
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-        except Exception as error:  # vLLM raises nothing narrower when a worker's method fails
-            self._update.release()
-            raise WeightSyncError(f"{self._name} did not receive its weights: {error}") from error
 
     async def end_transfer(self, version: PolicyVersion, admits: bool) -> None:
         """Samples on as `version`, or without `admits` when `admit` comes."""
-        await self._llm.finish_weight_update(version_label(version))
-        self.version, self._fault = version, "" if admits else UNPROVEN
-        await self._wake_cache()
-        await self._llm.resume_generation()
+        with self._releasing(), self._named("does not go on with its weights"):
+            await self._llm.finish_weight_update(version_label(version))
+            await self._wake_cache()
+            await self._llm.resume_generation()
+            self.version, self._fault = version, "" if admits else UNPROVEN
         self._update.release()
 
     async def sleep(self) -> None:
@@ -216,10 +216,8 @@ class EngineWeights:
     async def _add_lora(self, directory: Path) -> None:
         from vllm.lora.request import LoRARequest
 
-        try:
+        with self._named(f"does not take adapter {directory}"):
             await self._llm.add_lora(LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True))
-        except Exception as error:  # vLLM raises nothing narrower when a worker refuses an adapter
-            raise WeightSyncError(f"{self._name} does not take adapter {directory}: {error}") from error
 
     @asynccontextmanager
     async def _woken(self) -> AsyncIterator[None]:
@@ -265,6 +263,22 @@ class EngineWeights:
         finally:
             if self._awake.is_set() and not self._llm.errored:  # else there is no cache to sample with yet
                 await self._llm.resume_generation()
+
+    @contextmanager
+    def _releasing(self) -> Iterator[None]:
+        """When what is inside fails, the transfer is over, and another update may come in."""
+        try:
+            yield
+        except BaseException:
+            self._update.release()
+            raise
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # vLLM raises nothing narrower when a worker's method fails
+            raise WeightSyncError(f"{self._name} {what}: {error}") from error
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         try:

@@ -18,7 +18,7 @@ import ray
 
 from actors.calls import call
 from actors.engine_weights import LoadReport
-from actors.errors import ActorDied, ClusterError
+from actors.errors import ActorDied, ClusterError, DeadlineMissed
 from actors.inference_config import (
     DType,
     InferencePoolConfig,
@@ -239,7 +239,7 @@ class InferencePool:
         try:
             await server.drain(deadline_s)
             return await _until_idle(server, deadline_s)
-        except ActorDied:
+        except (ActorDied, ServerNotReady):
             return 0
         finally:
             self._forget(server)
@@ -287,17 +287,22 @@ class InferencePool:
                 await server.refresh(self._config.health_timeout_s)
             except (ClusterError, ServerNotReady) as error:
                 logger.warning("server=%s does not answer: %s", server.name, _last_line(error))
+                if isinstance(error, DeadlineMissed):
+                    _end(server)
                 server.health = None
             if server.health is None or server.health.pid != pid:
-                pid = await self._bring_back(server) or pid
+                pid = await self._bring_back(server, pid) or pid
             if server.health is not None:
                 self._gauges.set_health(server.name, server.health)
 
-    async def _bring_back(self, server: ServerHandle) -> int:
+    async def _bring_back(self, server: ServerHandle, pid: int) -> int:
         """Waits for the actor that Ray starts anew, and gives it its weights; returns its process, 0 when it failed."""
         try:
             await server.start(None if self._heal else FIRST_VERSION, self._config.start_timeout_s)
-            if self._heal is not None:
+            if server.pid == pid:
+                logger.warning("server=%s was only out of reach, pid=%d", server.name, pid)
+                _end(server)
+            elif self._heal is not None:
                 await self._heal(server)
         except (ClusterError, ServerNotReady) as error:
             logger.warning("server=%s is not back yet: %s", server.name, _last_line(error))
@@ -329,6 +334,12 @@ async def start_inference_pool(
         yield pool
     finally:
         await pool.close()
+
+
+def _end(server: ServerHandle) -> None:
+    """Ends its process, or it might sample on with weights that all others have left behind; Ray starts a new one."""
+    ray.kill(server.actor, no_restart=False)
+    server.health = None
 
 
 async def _until_idle(server: ServerHandle, deadline_s: float) -> int:

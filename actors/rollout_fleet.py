@@ -8,7 +8,7 @@ Called by actors/rollout_pool.py, which bounds how much runs.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -118,11 +118,20 @@ class RolloutFleet:
         return [(index, self.workers[index]) for index, place in enumerate(self._places) if not place.is_out]
 
     async def call_any(self, verb: str, *args: Any, deadline_s: float) -> Any:
-        """The result of a method of the least loaded worker."""
-        index = self._least_loaded()
-        return await call(
-            getattr(self.workers[index], verb), *args, deadline_s=deadline_s, what=f"{verb} on rollout worker {index}"
-        )
+        """The result of a method that only reads, of the least loaded worker; when that one goes, of another."""
+        deadline = time.monotonic() + deadline_s
+        asked: set[int] = set()
+        while True:
+            index = self._least_loaded(asked)
+            asked.add(index)
+            what, left = f"{verb} on rollout worker {index}", max(0.0, deadline - time.monotonic())
+            try:
+                return await call(getattr(self.workers[index], verb), *args, deadline_s=left, what=what)
+            except ActorDied as death:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+                logger.warning("worker=%d %s", index, _first_line(death))
+            await asyncio.sleep(_RETRY_S)
 
     def metrics(self) -> dict[str, float]:
         """Totals of what died and was made good."""
@@ -133,12 +142,14 @@ class RolloutFleet:
             "recovery/groups_found": float(self.num_found),
         }
 
-    def _least_loaded(self) -> int:
+    def _least_loaded(self, asked: Collection[int] = ()) -> int:
+        """Of those that serve; one that is being brought back, or was `asked` before, only where there is no other."""
         living = [index for index, _ in self.serving()]
         if not living:
             raise ActorDied("no rollout worker is left: all died and did not come back; add nodes and start again")
         whole = [index for index in living if not self._places[index].mending.locked()]
-        return min(whole or living, key=lambda index: sum(self._places[index].running.values()))
+        best = [index for index in whole if index not in asked] or [index for index in living if index not in asked]
+        return min(best or whole or living, key=lambda index: sum(self._places[index].running.values()))
 
     async def _bring_back(self, index: int, life: int, *, is_stuck: bool) -> None:
         """Returns when the worker is back, or out of the fleet, and what its dead process had stored is known."""

@@ -171,11 +171,10 @@ class TransferSync:
             fresh = [server for server in servers if self._config.canary and _identity(server) not in self._proven]
             await self._send(version, admits=not fresh)
             sent_s = time.perf_counter() - began
-            is_exact = self._target.is_exact and self._config.probe_is_exact
-            gaps = [await check_probe(server, probe, self._config, is_exact=is_exact) for server in servers]
+            gaps = await self._probe(servers, probe)
             if fresh:
-                await self._check_canaries(servers, probe)
-            for server, gap in zip(servers, gaps, strict=True):
+                await self._check_canaries(list(gaps), probe)
+            for server, gap in gaps.items():
                 await server.refresh(self._config.probe_timeout_s)  # the pool routes by what it last heard
                 self._gaps.add(gap)
             self.num_syncs += 1
@@ -183,11 +182,11 @@ class TransferSync:
             if self._on_served is not None:
                 self._on_served()
             return {
-                "sync/servers": float(len(servers)),
+                "sync/servers": float(len(gaps)),
                 "sync/load_s": sent_s,
                 "sync/in_flight": float(num_in_flight),
-                "sync/probe_gap": max(gaps),
-                "sync/probe_alarm": float(self._gaps.is_alarming(gaps)),
+                "sync/probe_gap": max(gaps.values()),
+                "sync/probe_alarm": float(self._gaps.is_alarming(list(gaps.values()))),
             }
 
     async def close(self) -> None:
@@ -210,6 +209,21 @@ class TransferSync:
         self._met = met
         logger.info("the learner met servers=%s", ",".join(server.name for server in servers))
         return servers
+
+    async def _probe(self, servers: Sequence[ReceivingServer], probe: Probe) -> dict[ReceivingServer, float]:
+        """The gap of each server that still lives; NoServerLeft when none does."""
+        is_exact = self._target.is_exact and self._config.probe_is_exact
+        gaps: dict[ReceivingServer, float] = {}
+        for server in servers:
+            try:
+                gaps[server] = await check_probe(server, probe, self._config, is_exact=is_exact)
+            except (ActorDied, ServerNotReady) as error:
+                logger.warning(
+                    "server=%s died with its new weights, and gets the version after: %s", server.name, error
+                )
+        if not gaps:
+            raise NoServerLeft("no server took weights: all are down")
+        return gaps
 
     async def _living(self) -> list[ReceivingServer]:
         """Servers that answer; NoServerLeft when none does."""

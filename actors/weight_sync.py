@@ -137,6 +137,8 @@ class WeightSync:
         async with self._order:
             try:
                 await self._settle()
+            except NoServerLeft as error:  # nor is anything sampled any more
+                logger.warning("%s", error)
             finally:
                 shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -4,6 +4,7 @@ Invariant: the latest checkpoint is never removed, and one that is removed is go
 Called by recipes/rloo.py after a checkpoint is complete. No torch.
 """
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 MARKER = "COMPLETE"
 """The file that makes a directory a checkpoint; learners/checkpoint.py writes it last."""
+_NAME = re.compile(r"\d+-\d+")
 SCORE = "SCORE"
 """The file in it that holds its score, where it has one."""
 
@@ -50,7 +52,8 @@ def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[
     Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
     without a completion marker (being written, or not ours) are left alone.
     """
-    names = sorted((path.name for path in root.iterdir() if (path / MARKER).is_file()), key=order_of)
+    complete = (path.name for path in root.iterdir() if is_checkpoint(path.name) and (path / MARKER).is_file())
+    names = sorted(complete, key=order_of)
     if not names:
         return []
     if score is not None:
@@ -67,6 +70,11 @@ def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[
         (root / name).rename(doomed)
         shutil.rmtree(doomed)
     return removed
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a directory's name is a checkpoint's: "0-000020", but neither "0-000020.old" nor "0-000020-copy"."""
+    return _NAME.fullmatch(name) is not None
 
 
 def order_of(name: str) -> tuple[int, int]:

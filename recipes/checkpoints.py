@@ -6,6 +6,7 @@ Called by recipes/rloo.py and recipes/sft_progress.py.
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from recipes.run import Run
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = (".partial", ".old")
-"""How directories end that a writer left when it was killed."""
+_OURS = re.compile(r"((?:\d+-)?\d+)(\.partial|\.old)?")
+"""Names of checkpoints, and how those end that a writer left when it was killed."""
 
 
 class SavingLearner(Protocol):
@@ -103,10 +104,12 @@ class Checkpoints:
 def sweep(directory: Path, *, keep: Callable[[str], bool]) -> list[str]:
     """Removes what no run goes on from: checkpoints half written, and complete ones whose name `keep` refuses.
 
-    A kill between the last byte of a checkpoint and its line in state.json leaves one of the latter. Returns the names.
+    A kill between the last byte of a checkpoint and its line in state.json leaves one of the latter. What has another
+    name (a copy that a user keeps) stays. Returns the names.
     """
     found = sorted(directory.iterdir()) if directory.is_dir() else []
-    removed = [path for path in found if path.name.endswith(UNFINISHED) or not keep(path.name)]
+    ours = [(path, name) for path in found if (name := _OURS.fullmatch(path.name))]
+    removed = [path for path, name in ours if name[2] or not keep(name[1])]
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
         logger.warning("checkpoint=%s removed: the run does not go on from it", path.name)

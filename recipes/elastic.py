@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.errors import ClusterError
-from actors.inference_errors import ServerNotReady
-from actors.inference_pool import InferencePool
+from actors.inference_pool import InferencePool, ServerHandle
 from actors.rollout_pool import RolloutPool
+from envs.errors import EpisodeError
 from recipes.run import Run
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class Wish:
 
     def __post_init__(self) -> None:
         for name, count in dataclasses.asdict(self).items():
+            if count is not None and not isinstance(count, int):
+                raise ValueError(f"{name} must be a whole number, got {count!r}")
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be >= 1, got {count}; stop the run to end them all")
 
@@ -60,10 +62,10 @@ def ask(directory: Path, wish: Wish) -> Wish:
 def asked(directory: Path) -> Wish:
     """The wish in the run directory; ValueError when somebody wrote something else there."""
     path = directory / WISH
-    if not path.exists():
-        return Wish()
     try:
         return Wish(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Wish()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is no wish ({error}): write it with python -m recipes.scale") from None
 
@@ -91,14 +93,21 @@ def worker_fleet(pool: RolloutPool) -> Fleet:
 
 
 def server_fleet(pool: InferencePool) -> Fleet:
-    """The inference servers; one that comes has proven its weights, one that goes has ended what it sampled."""
+    """The inference servers; one that comes has proven its weights, one that goes has ended what it sampled.
+
+    The youngest goes, or before it one that is down: the others may be all that samples.
+    """
     return Fleet(
         name="inference servers",
         wished=lambda wish: wish.servers,
         count=lambda: len(pool.servers),
         grow=lambda: pool.add(),
-        shrink=lambda: pool.remove(pool.servers[-1].name, DRAIN_S),
+        shrink=lambda: pool.remove(min(reversed(pool.servers), key=_is_sampling).name, DRAIN_S),
     )
+
+
+def _is_sampling(server: ServerHandle) -> bool:
+    return server.version is not None
 
 
 def fixed_fleet(name: str, wished: Callable[[Wish], int | None], count: int, why: str) -> Fleet:
@@ -132,7 +141,7 @@ async def _follow(run: Run, fleet: Fleet) -> None:
             wished = fleet.wished(asked(run.directory))
             if wished is not None and wished != refused:
                 await _step_towards(run, fleet, wished)
-        except (ClusterError, ServerNotReady, ValueError) as error:
+        except (ClusterError, EpisodeError, OSError, ValueError) as error:  # SandboxRefused: a node that cannot play
             wished = str(error) if wished is None else wished
             if wished != refused:
                 run.event("not scaled", fleet=fleet.name, why=str(error), now=fleet.count())

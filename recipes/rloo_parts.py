@@ -213,28 +213,42 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
 
 
 async def restore_learner(config: "Config", run: Run, parts: Parts, lost: LearnerLost) -> None:
-    """Starts the learner anew from the last checkpoint; every server has its weights before anything is sampled on."""
-    progress, before = parts.progress, parts.progress.version
+    """Starts the learner anew from the last checkpoint; every server has its weights before anything is sampled on.
+
+    A rank that dies meanwhile is one death more; LearnerLost when there were too many since the last checkpoint.
+    """
+    progress, before, first = parts.progress, parts.progress.version, lost
     parts.watchdog.doing = "restoring the learner"
-    progress.is_whole = False  # until the checkpoint is loaded, the learner holds the first weights
+    progress.is_whole = False  # until the checkpoint is loaded, the learner holds nothing or the first weights
     parts.checkpoints.forget()
     if parts.evaluation is not None:
         await parts.evaluation.cancel()  # of a version that may be thrown away
-    progress.num_restores += 1
-    if progress.num_restores > config.learners.max_restarts:
-        raise lost
+    while True:
+        progress.num_restores += 1
+        if progress.num_restores > config.learners.max_restarts:
+            raise lost
+        try:
+            await _start_anew(run, parts)
+            break
+        except LearnerLost as again:
+            logger.warning("lost again while it was restored: %s", again)
+            lost, progress.is_whole = again, False
+    parts.buffer.restore(progress.version)
+    open_ones = parts.schedule.go_back(progress.version.n + config.max_staleness, parts.buffer.holds)
+    parts.stream.reopen()
+    counts = await reuse_groups(open_ones, parts.rollouts, parts.ledger, parts.buffer)
+    lost_steps = before.n - progress.version.n
+    run.event("learner restored", why=str(first), lost_steps=lost_steps, version=progress.version, **counts)
+
+
+async def _start_anew(run: Run, parts: Parts) -> None:
+    """New ranks, the last checkpoint in them, and in every server."""
+    progress = parts.progress
     await parts.learner.restart()
     progress.version = await restore(run, parts.learner, parts.ledger)
     progress.history = [row for row in progress.history if row[0] <= progress.version.n]
     progress.is_whole = True
     await parts.publish(progress.version, barrier=True)
-    parts.buffer.restore(progress.version)
-    again = parts.schedule.go_back(progress.version.n + config.max_staleness, parts.buffer.holds)
-    parts.stream.reopen()
-    counts = await reuse_groups(again, parts.rollouts, parts.ledger, parts.buffer)
-    run.event(
-        "learner restored", why=str(lost), lost_steps=before.n - progress.version.n, version=progress.version, **counts
-    )
 
 
 def summarize_run(parts: Parts) -> dict[str, Any]:

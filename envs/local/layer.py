@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import IO
 
-from envs.errors import SandboxRefused
+from envs.errors import SandboxError, SandboxRefused
 from envs.local.layout import MAX_PUT_BYTES, mount_points
 from envs.local.sandbox import LocalSandbox
 from envs.local.wire import Kind, encode_put
@@ -19,25 +19,30 @@ from envs.local.wire import Kind, encode_put
 _ARCHIVE = "/.layer"
 _PACK_LIMIT_S = 600.0
 _CHUNK_BYTES = 1 << 20
-_PACK = f"/usr/bin/tar -C / -cf {_ARCHIVE} --one-file-system --exclude=.{_ARCHIVE} . ./etc"
+_PACK = (
+    f"/usr/bin/tar -C / -cf {_ARCHIVE} --one-file-system --exclude=.{_ARCHIVE} . ./etc && "
+    f"/usr/bin/stat -c %s {_ARCHIVE}"
+)
+_READ = f"/usr/bin/dd if={_ARCHIVE} bs={_CHUNK_BYTES} count={_CHUNK_BYTES} iflag=skip_bytes,count_bytes status=none"
 _SECONDS = struct.Struct("=q")
 
 
 async def download_files(sandbox: LocalSandbox, archive: IO[bytes]) -> None:
-    """Writes a tar of the box's files. The box needs as much room again as they take. Raises SandboxRefused."""
+    """Writes a tar of the box's files. The box needs as much room again as they take. Raises SandboxRefused when
+    they cannot be packed, and SandboxError.
+    """
     await sandbox.kill_all()
     packed = await sandbox.exec(_PACK, timeout_s=_PACK_LIMIT_S, cwd="/")
     if packed.exit_code:
         said = packed.stderr.decode(errors="replace").strip()[-300:]
         raise SandboxRefused(f"keep what RUN made: {said or packed.exit_code}; make fewer or readable files")
-    at = 0
-    while True:
-        command = f"/usr/bin/dd if={_ARCHIVE} bs={_CHUNK_BYTES} skip={at} count=1 status=none"
-        chunk = (await sandbox.exec(command, timeout_s=_PACK_LIMIT_S, cwd="/")).stdout
-        archive.write(chunk)
-        if len(chunk) < _CHUNK_BYTES:
-            break
-        at += 1
+    size = int(packed.stdout)
+    while archive.tell() < size:  # the provider may keep less of an output than was asked for
+        read = await sandbox.exec(f"{_READ} skip={archive.tell()}", timeout_s=_PACK_LIMIT_S, cwd="/")
+        if read.exit_code or not read.stdout:
+            said = read.stderr.decode(errors="replace").strip()[-300:] or f"dd ended with {read.exit_code}"
+            raise SandboxError(f"read what RUN made: {archive.tell()} of {size} bytes came, then {said}")
+        archive.write(read.stdout)
     archive.seek(0)
 
 

@@ -8,7 +8,9 @@ all Tasks together stay under a size. Called by envs/local/provider.py.
 """
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import os
 import shlex
 import tempfile
@@ -30,6 +32,8 @@ from envs.task import Task
 MAX_HELD_BYTES = 1 << 18
 """Copied files of a Task that are held in memory."""
 _MAX_KNOWN = 256
+_numbers = itertools.count(1)
+"""Of half-written layers, over all providers of this process, which may share a directory."""
 _BuildBox = Callable[[Task], AbstractAsyncContextManager[LocalSandbox]]
 
 
@@ -68,7 +72,6 @@ class PreparedEnvironments:
         self._mounts = mounts
         self._plans: OrderedDict[tuple[str, Path], tuple[Plan, bytes | None]] = OrderedDict()
         self._layers: OrderedDict[tuple[str, Path], asyncio.Task[Path]] = OrderedDict()
-        self._num_made = 0
 
     def check(self, task: Task) -> None:
         """Raises SandboxRefused when no box can be made of the Task's Dockerfile, as far as reading it tells."""
@@ -131,8 +134,7 @@ class PreparedEnvironments:
         path = self._directory / await asyncio.to_thread(_digest, plan, self._mounts)
         if not path.exists():
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._num_made += 1
-            temporary = self._directory / make_label(self._num_made)
+            temporary = self._directory / make_label(next(_numbers))
             try:
                 await (self._run(task, plan, temporary) if plan.has_run else asyncio.to_thread(_copy, plan, temporary))
                 temporary.rename(path)
@@ -186,6 +188,8 @@ def _copy(plan: Plan, target: Path) -> None:
 def _write(target: Path, entries: Iterator[bytes]) -> None:
     with open(target, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.writelines(entries)
+        file.flush()
+        os.fsync(file.fileno())  # before it has its name, by which it counts as complete
 
 
 def _digest(plan: Plan, mounts: tuple[str, ...]) -> str:
@@ -206,7 +210,11 @@ def _digest(plan: Plan, mounts: tuple[str, ...]) -> str:
 
 def _prune(directory: Path, max_bytes: int, *, keep: Path) -> None:
     """Removes the layers that were used longest ago; boxes that read one keep it open."""
-    found = [(path, path.stat()) for path in directory.iterdir() if not path.name.startswith(PREFIX)]
+    found: list[tuple[Path, os.stat_result]] = []
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # other processes make room too
+            if not path.name.startswith(PREFIX):
+                found.append((path, path.stat()))
     total = sum(status.st_size for _, status in found)
     for path, status in sorted(found, key=lambda each: each[1].st_mtime):
         if total > max_bytes and path != keep:

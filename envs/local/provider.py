@@ -25,7 +25,7 @@ from envs.local.boxes import BoxSize, BoxStarter
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
 from envs.local.labels import is_orphan, kill_labelled
 from envs.local.leases import LeaseFiles
-from envs.local.prepared import PreparedEnvironment, PreparedEnvironments
+from envs.local.prepared import PreparedEnvironments
 from envs.local.sandbox import LocalSandbox, SandboxLimits
 from envs.local.slots import SlotConfig, SlotPool
 from envs.local.staging import default_cache_dir, stage
@@ -137,9 +137,9 @@ class LocalProvider:
         """See SandboxProvider."""
         self.check(task)
         await self._prepare()
-        environment = await self._environments.of(task)
+        await self._environments.of(task)  # before a box waits for it
         size = self._size(task.environment)
-        sandbox = await self._take_warm(size, environment, owner) or await self._create(size, environment, owner)
+        sandbox = await self._take_warm(size, task, owner) or await self._create(size, task, owner)
         self._warm.refill(size)
         try:
             with self._leases.hold(self._terms.lease(owner), sandbox.label):
@@ -213,21 +213,34 @@ class LocalProvider:
                 raise
             return None
 
-    async def _take_warm(self, size: BoxSize, environment: PreparedEnvironment, owner: str) -> LocalSandbox | None:
+    async def _take_warm(self, size: BoxSize, task: Task, owner: str) -> LocalSandbox | None:
         """A box that waited, filled; None when none did, or it was killed meanwhile."""
         sandbox = await self._warm.take(size)
         if sandbox is not None:
             try:
-                await _fill(sandbox, environment, owner)
+                await self._fill(sandbox, task, owner)
             except SandboxError as error:
                 logger.info("a warm box was of no use to owner=%s: %s", owner, error)
                 return None
         return sandbox
 
-    async def _create(self, size: BoxSize, environment: PreparedEnvironment, owner: str) -> LocalSandbox:
+    async def _create(self, size: BoxSize, task: Task, owner: str) -> LocalSandbox:
         sandbox = await self._start_bare(size)
-        await _fill(sandbox, environment, owner)
+        await self._fill(sandbox, task, owner)
         return sandbox
+
+    async def _fill(self, sandbox: LocalSandbox, task: Task, owner: str) -> None:
+        """Makes the box the Task's, or stops it. Raises SandboxError."""
+        try:
+            environment = await self._environments.of(task)  # anew where its layer went while the box started
+            with environment.opened() as content:
+                await sandbox.fill(environment.layout, content, owner=owner)
+        except (SandboxDied, FileNotFoundError) as error:
+            await sandbox.stop()
+            raise SandboxError(f"fill the sandbox: {error}") from error
+        except BaseException:
+            await sandbox.stop()
+            raise
 
     async def _start_bare(self, size: BoxSize) -> LocalSandbox:
         """A box that is no Task's yet, the caller's to stop."""
@@ -264,19 +277,6 @@ class LocalProvider:
 class _Prepared:
     cgroups: Cgroups | None
     boxes: BoxStarter
-
-
-async def _fill(sandbox: LocalSandbox, environment: PreparedEnvironment, owner: str) -> None:
-    """Makes the box the Task's, or stops it. Raises SandboxError."""
-    try:
-        with environment.opened() as content:
-            await sandbox.fill(environment.layout, content, owner=owner)
-    except (SandboxDied, FileNotFoundError) as error:
-        await sandbox.stop()
-        raise SandboxError(f"fill the sandbox: {error}") from error
-    except BaseException:
-        await sandbox.stop()
-        raise
 
 
 async def _prove(boxes: BoxStarter, size: BoxSize) -> None:

@@ -66,20 +66,24 @@ class WarmPool:
             if len(self._waiting) >= self._most:
                 await self._end_oldest(but=size)
             try:
-                sandbox = await self._start(size)
+                self._waiting.append((size, *await self._start_leased(size)))
             except SandboxError as error:
                 logger.warning("no box was started ahead: %s", error)  # whoever starts one next is told
                 return
-            lease = ExitStack()
-            try:
-                lease.enter_context(self._lease(sandbox))
-            except BaseException:
-                await sandbox.stop()
-                raise
-            self._waiting.append((size, sandbox, lease))
+
+    async def _start_leased(self, size: BoxSize) -> tuple[LocalSandbox, ExitStack]:
+        sandbox, lease = await self._start(size), ExitStack()
+        try:
+            lease.enter_context(self._lease(sandbox))
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox, lease
 
     async def _end_oldest(self, *, but: BoxSize | None = None) -> None:
         oldest = next(each for each in self._waiting if each[0] != but)
         self._waiting.remove(oldest)
-        await oldest[1].stop()
-        oldest[2].close()
+        try:
+            await oldest[1].stop()
+        finally:
+            oldest[2].close()

@@ -9,7 +9,7 @@ import pytest
 import ray.exceptions
 
 from actors import rollout_fleet
-from actors.errors import ActorDied
+from actors.errors import ActorDied, ClusterError
 from actors.rollout_fleet import RolloutFleet
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 from trajectories.handle import GroupHandle, Location
@@ -177,3 +177,25 @@ async def test_a_worker_that_was_only_out_of_reach_is_ended_before_its_groups_ar
     monkeypatch.setattr(rollout_fleet.ray, "kill", kill)
     await play(fleet_of(worker), "a")
     assert killed == [1]
+
+
+async def test_what_a_worker_was_asked_to_read_when_it_went_is_read_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run shrinks while a restore reads its Groups."""
+    monkeypatch.setattr(rollout_fleet, "_RETRY_S", 0.001)
+    gone, living = MortalWorker(1, comes_back=False), MortalWorker(2)
+    gone.is_down = True
+    assert await fleet_of(gone, living).call_any("find", {"w.seg": 0}, deadline_s=2) == []
+    with pytest.raises(ClusterError, match="find on rollout worker 0"):
+        await fleet_of(gone).call_any("find", {"w.seg": 0}, deadline_s=0.01)
+
+
+async def test_a_worker_that_dies_while_it_searches_for_the_groups_of_another_costs_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_fleet, "_RETRY_S", 0.001)
+    first, second = MortalWorker(1, deadly={"a": 1}), MortalWorker(2)
+    first.stores_first = second.is_down = True
+    second.segment = first.segment
+    fleet = fleet_of(first, second)
+    assert [handle.group_id for handle in await play(fleet, "a")] == ["a"]
+    assert (first.played, fleet.num_found) == (["a"], 1), "it was in the store, and is there once"

@@ -81,6 +81,21 @@ async def test_a_server_that_came_back_gets_no_weights_before_the_next_version_f
     assert (a.num_left, b.num_left, b.received) == (2, 0, [V0, V2])
 
 
+async def test_a_server_that_dies_once_it_has_its_weights_costs_the_others_nothing():
+    fleet, source = FakeFleet(FakeReceiver("a"), FakeReceiver("b")), FakeSender()
+    a, b = fleet.servers
+    served: list[PolicyVersion] = []
+    sync = sync_of(fleet, source, lambda: served.append(a.received[-1]), canary=False)
+    await sync.publish(V0)
+    b.fails_at_probe = b.fails = ActorDied("b: its process died")
+    source.step()
+    assert (await sync.publish(V1))["sync/servers"] == 1 and served == [V0, V1]
+    a.fails_at_probe = ActorDied("a: its process died")
+    source.step()
+    with pytest.raises(NoServerLeft, match="all are down"):
+        await sync.publish(V2)
+
+
 async def test_new_learner_ranks_meet_the_servers_anew():
     fleet, source = FakeFleet(FakeReceiver("a")), FakeSender()
     sync = sync_of(fleet, source, canary=False)

@@ -144,6 +144,17 @@ async def test_without_barrier_a_failure_surfaces_at_the_next_publish(tmp_path):
         await sync.publish(V2)
 
 
+async def test_servers_that_die_after_the_last_version_are_no_failure_of_the_run(tmp_path):
+    server, source = FakeServer("a"), FakeSource()
+    sync = sync_of(FakeTarget(server), tmp_path, source, canary=False, barrier=False)
+    await sync.publish(V0)
+    source.step()
+    await sync.publish(V1)
+    server.fails = ActorDied("a: its process died")
+    await sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_close_removes_the_stages(tmp_path):
     sync = sync_of(FakeTarget(FakeServer("a")), tmp_path)
     await sync.publish(V0)

@@ -21,6 +21,7 @@ class FakeReceiver:
         self.pid = 1
         self.deaf = tuple(deaf)
         self.fails: Exception | None = None
+        self.fails_at_probe: Exception | None = None
         self.is_open = False
         self.num_running = 0
         self.modes: list[UpdateMode] = []
@@ -54,6 +55,8 @@ class FakeReceiver:
         self.is_open = True
 
     async def probe(self, ids: Sequence[int], deadline_s: float) -> list[float]:
+        if self.fails_at_probe is not None:
+            raise self.fails_at_probe
         return say(self.weights, ids)
 
     async def quarantine(self, reason: str, deadline_s: float) -> None:

@@ -5,15 +5,17 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from actors.errors import PlacementError
+from envs.errors import SandboxRefused
 from envs.tasksets.shell import write_task_set
 from recipes import elastic, harvest, scale
 from recipes.audit import audit_store
-from recipes.elastic import Fleet, Wish, ask, asked, fixed_fleet, scaling
+from recipes.elastic import Fleet, Wish, ask, asked, fixed_fleet, scaling, server_fleet
 from recipes.run import Run
 from trajectories.ledger_index import GroupState
 from trajectories.store import scan
@@ -29,6 +31,7 @@ class Counted:
 
     def __init__(self, count: int, most: int = 99) -> None:
         self.count, self.most = count, most
+        self.error: Exception | None = None
         self.fleet = Fleet(
             name="workers",
             wished=lambda wish: wish.workers,
@@ -38,6 +41,8 @@ class Counted:
         )
 
     async def _grow(self) -> None:
+        if self.error is not None:
+            raise self.error
         if self.count == self.most:
             raise PlacementError("missing: 1 CPU (0 free of 2 in the cluster)")
         self.count += 1
@@ -61,7 +66,7 @@ def test_wishes_add_up_and_are_read_as_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
 
 
-@pytest.mark.parametrize("text", ["{", '{"workers": 0}', '{"wokers": 1}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"workers": 0}', '{"workers": 2.5}', '{"workers": "2"}', '{"wokers": 1}', "[]"])
 def test_what_is_no_wish_is_refused_with_the_command_that_writes_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "scale.json").write_text(text)
     with pytest.raises(ValueError, match=r"scale\.json is no wish .* write it with python -m recipes\.scale"):
@@ -111,6 +116,38 @@ async def test_what_the_cluster_lacks_is_told_once_and_the_run_stays_as_it_was(
             ask(tmp_path, Wish(workers=3))
             await until(lambda: workers.count == 3)
             assert len(events(tmp_path)) == 4, "the servers' wish is as it was"
+
+
+async def test_a_server_that_is_down_goes_before_one_that_samples() -> None:
+    """While a server is healed, the others may be all that samples."""
+    down, sampling = SimpleNamespace(name="s0", version=None), SimpleNamespace(name="s1", version=0)
+    removed: list[str] = []
+
+    async def remove(name: str, deadline_s: float) -> None:
+        removed.append(name)
+
+    for servers in ((down, sampling), (sampling, down), (sampling, SimpleNamespace(name="s2", version=0))):
+        await server_fleet(cast(Any, SimpleNamespace(servers=servers, remove=remove))).shrink()
+    assert removed == ["s0", "s0", "s2"], "among those that sample the youngest"
+
+
+@pytest.mark.parametrize(
+    "error", [SandboxRefused("isolate: ENOENT: no bubblewrap on this node"), OSError("stale file")]
+)
+async def test_a_node_that_cannot_play_is_told_of_and_a_later_wish_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(elastic, "POLL_S", 0.001)
+    workers = Counted(1)
+    workers.error = error
+    with Run.open(tmp_path, {"seed": 0}) as run:
+        async with scaling(run, workers.fleet):
+            ask(tmp_path, Wish(workers=2))
+            await until(lambda: len(events(tmp_path)) == 1)
+            workers.error = None
+            ask(tmp_path, Wish(workers=3))
+            await until(lambda: workers.count == 3)
+    assert [event["event"] for event in events(tmp_path)] == ["not scaled", "scaled", "scaled"]
 
 
 async def test_a_file_that_is_no_wish_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import copytree
 from typing import Any, cast
 
 import pytest
 
 from actors.errors import CheckpointFailed, DeadlineMissed
+from learners.retention import RetentionConfig, retain
 from recipes import resume
 from recipes.checkpoints import Checkpoints
 from recipes.resume import (
@@ -153,6 +155,21 @@ async def test_a_checkpoint_that_was_whole_but_not_named_when_the_run_was_killed
     with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
         assert await restore(run, learner, ledger) == version(1, lineage=1)
         assert [path.name for path in (run.directory / "checkpoints").iterdir()] == ["0-000001"]
+
+
+async def test_what_a_user_keeps_beside_the_checkpoints_is_left_alone(tmp_path: Path):
+    learner: Any = FakeLearner()
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        await restore(run, learner, ledger)
+        await checkpoint(run, learner, ledger, version(1))
+    for name in ("0-000001-copy", "notes"):
+        copytree(tmp_path / "run" / "checkpoints" / "0-000001", tmp_path / "run" / "checkpoints" / name)
+        (tmp_path / "run" / "checkpoints" / name / "COMPLETE").touch()
+    with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
+        assert await restore(run, learner, ledger) == version(1, lineage=1)
+        retain(RetentionConfig(last=1), run.directory / "checkpoints", score=None)
+        found = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
+        assert found == ["0-000001", "0-000001-copy", "notes"]
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_counts(tmp_path: Path):

@@ -42,6 +42,8 @@ class Bed:
     def __init__(self) -> None:
         self.learner_dies_at: list[int] = []
         """Optimizer steps, counted over all processes, at which a rank dies."""
+        self.restores_die_at: list[str] = []
+        """Where ranks die while they are made good, one after the other: in their "load" or at the "publish"."""
         self.driver_dies_at: list[int] = []
         self.servers_die_at: list[int] = []
         self.save_takes = 0
@@ -102,7 +104,15 @@ class FakeLearner:
         (partial / "COMPLETE").write_text(str(n))
         partial.rename(directory)
 
+    def dies_at(self, verb: str) -> None:
+        """Raises LearnerLost if that is where the next rank dies."""
+        if self.num_restarts and self._bed.restores_die_at[:1] == [verb]:
+            self._bed.restores_die_at.pop(0)
+            self.n = -100
+            raise LearnerLost(f"rank 0 died in {verb}")
+
     async def load(self, directory: Path) -> None:
+        self.dies_at("load")
         self.n = int((directory / "COMPLETE").read_text())
 
     async def save_pretrained(self, directory: Path) -> None:
@@ -142,6 +152,7 @@ class FakeSync:
         self._source, self._bed, self._on_served = source, target._bed, on_served
 
     async def publish(self, version: PolicyVersion, *, barrier: bool = False) -> dict[str, float]:
+        self._source.dies_at("publish")
         assert self._source.n == version.n, "the learner's weights are those of the version"
         if self._bed.servers_die_at and self._bed.num_steps >= self._bed.servers_die_at[0]:
             self._bed.servers_die_at.pop(0)
@@ -160,7 +171,7 @@ class FakeWorker:
 
     def __init__(self, bed: Bed, store: Path, name: str) -> None:
         self._bed, self._store = bed, store
-        self._writer = SegmentedWriter(store, name, segment_mb=0.005)  # some four Groups
+        self._writer = SegmentedWriter(store, name, segment_mb=0.0016)  # four Groups
         self.play, self.pid, self.find, self.read, self.close = (
             SimpleNamespace(remote=method) for method in (self._play, self._pid, self._find, self._read, self._close)
         )
@@ -271,6 +282,26 @@ def test_a_learner_that_dies_is_restored_in_the_same_process_and_the_books_agree
     summary, num_starts = run_to_its_end(config)
     assert (summary["rl_steps"], num_starts, summary["lineages"]) == (6, 1, 1 + len(deaths))
     assert [event["event"] for event in events(config)].count("learner restored") == len(deaths)
+    check_books(config)
+
+
+@pytest.mark.parametrize("deaths", [["load"], ["publish"], ["publish", "load"]])
+def test_a_learner_that_dies_while_it_is_restored_is_restored_again(
+    bed: Bed, tmp_path: Path, deaths: list[str]
+) -> None:
+    bed.learner_dies_at, bed.restores_die_at = [4], list(deaths)
+    summary, num_starts = run_to_its_end(config := config_of(tmp_path, max_staleness=1))
+    assert (summary["rl_steps"], num_starts, bed.restores_die_at) == (6, 1, [])
+    assert [event["event"] for event in events(config)].count("learner restored") == 1
+    check_books(config)
+
+
+def test_a_learner_that_can_never_be_restored_ends_the_run(bed: Bed, tmp_path: Path) -> None:
+    bed.learner_dies_at, bed.restores_die_at = [4], ["load"] * 4
+    with pytest.raises(LearnerLost, match="died in load"):
+        run_to_its_end(config := config_of(tmp_path))
+    assert bed.restores_die_at == ["load"], "three restores, as many as are allowed between two checkpoints"
+    assert run_to_its_end(config)[0]["rl_steps"] == 6
     check_books(config)
 
 

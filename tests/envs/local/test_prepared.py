@@ -4,19 +4,23 @@ import asyncio
 import io
 import os
 import tarfile
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import md5
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from envs.errors import SandboxError, SandboxRefused
-from envs.local.layer import layer_entries
+from envs.local import prepared
+from envs.local.layer import download_files, layer_entries
+from envs.local.prepared import MAX_HELD_BYTES, PreparedEnvironments
 from envs.local.provider import LocalProvider
 from envs.local.wire import Kind, encode_put
+from envs.sandbox import ExecResult
 from envs.task import Task
 from tests.envs.local.boxes import SMALL, make_provider, make_task, own_leases
 from tests.envs.local.test_dockerfile import write
@@ -67,6 +71,81 @@ def test_what_no_entry_can_make_is_refused_by_name() -> None:
         list(layer_entries(archive(member("./app/pipe", tarfile.FIFOTYPE)), ()))
     with pytest.raises(SandboxRefused, match="keep what RUN made"):
         list(layer_entries(io.BytesIO(b"no archive"), ()))
+
+
+def prepared_at(root: Path) -> PreparedEnvironments:
+    """Without boxes, so for environments that run no command."""
+    return PreparedEnvironments(root, cast(Any, None), max_mb=1, mounts=())
+
+
+def large_task(path: Path) -> Task:
+    """One whose files are a layer."""
+    (write(path, "FROM x\nCOPY data /data\n").parent / "data").write_bytes(os.urandom(MAX_HELD_BYTES + 1))
+    return make_task(path)
+
+
+async def test_two_providers_of_a_process_write_layers_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under one name, one would remove what the other writes, and a third could finish it as its own."""
+    both = threading.Barrier(2)
+    write_out = prepared._write
+
+    def write_together(target: Path, entries: Any) -> None:
+        both.wait(5)
+        write_out(target, entries)
+        both.wait(5)
+
+    monkeypatch.setattr(prepared, "_write", write_together)
+    tasks = [large_task(tmp_path / name) for name in "ab"]
+    made = await asyncio.gather(*(prepared_at(tmp_path / "root").of(task) for task in tasks))
+    assert sorted(each.content for each in made) == layers(tmp_path / "root")
+
+
+async def test_a_layer_that_another_process_removes_while_room_is_made_is_no_error(tmp_path: Path) -> None:
+    environments = prepared_at(tmp_path)
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "gone").symlink_to("nowhere")  # listed, and not there when it is looked at
+    made = await environments.of(large_task(tmp_path / "task"))
+    assert made.content in layers(tmp_path)
+
+
+async def test_a_layer_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure leaves an empty layer, of which boxes without the Task's files would be made."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    named: list[int] = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda old, new: named.append(len(synced)) or rename(old, new))
+    made = await prepared_at(tmp_path).of(large_task(tmp_path / "task"))
+    assert isinstance(made.content, Path) and (synced, named) == ([made.content.stat().st_size], [1])
+
+
+class PackedBox:
+    """A box that packs `archive` and gives out as much of it at once as a provider keeps of a command's output."""
+
+    def __init__(self, archive: bytes, *, max_output: int = 1 << 20, breaks_at: int = 1 << 40) -> None:
+        self._archive, self._max_output, self._breaks_at = archive, max_output, breaks_at
+
+    async def kill_all(self) -> None:
+        return None
+
+    async def exec(self, command: str, *, timeout_s: float, cwd: str) -> ExecResult:
+        if "tar" in command:
+            return ExecResult(exit_code=0, stdout=b"%d\n" % len(self._archive), stderr=b"")
+        (start,) = [int(word[5:]) for word in command.split() if word.startswith("skip=")]
+        if start >= self._breaks_at:
+            return ExecResult(exit_code=137, stdout=b"", stderr=b"")
+        return ExecResult(exit_code=0, stdout=self._archive[start : start + self._max_output], stderr=b"")
+
+
+async def test_all_of_a_packed_box_is_read_however_little_is_kept_of_an_output() -> None:
+    content, file = os.urandom(1000), io.BytesIO()
+    await download_files(cast(Any, PackedBox(content, max_output=300)), file)
+    assert file.read() == content
+    with pytest.raises(SandboxError, match=r"read what RUN made: .* ended with 137") as raised:
+        await download_files(cast(Any, PackedBox(content, max_output=300, breaks_at=600)), io.BytesIO())
+    assert not isinstance(raised.value, SandboxRefused), "which would hold for good"
 
 
 @asynccontextmanager
@@ -190,3 +269,19 @@ async def test_closing_ends_what_is_being_prepared(tmp_path: Path) -> None:
         with pytest.raises(SandboxRefused, match="closed"):
             await starting
         assert layers(tmp_path) == [] and await own_leases(provider) == []
+
+
+@pytest.mark.sandbox
+async def test_a_layer_that_goes_while_a_box_starts_is_made_again(tmp_path: Path) -> None:
+    """0.2 s. Boxes may wait long for their turn, and other runs make room meanwhile."""
+    task = replace(large_task(tmp_path), environment=make_task(**SMALL).environment)
+    async with keeping(tmp_path / "layers") as provider:
+        start = provider._start_bare
+
+        async def start_late(size: Any) -> Any:
+            for layer in layers(tmp_path):
+                layer.unlink()
+            return await start(size)
+
+        provider._start_bare = start_late  # type: ignore[method-assign]
+        assert await play(provider, task, "stat -c %s /data") == f"{MAX_HELD_BYTES + 1}\n"
