@@ -17,7 +17,8 @@ from typing import Protocol
 from actors.errors import ClusterError, LearnerLost
 from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import start_inference_pool
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
+from actors.rollout_stream import GroupRequest
 from actors.training_step import Publisher
 from actors.weight_sync import SyncConfig, WeightSource, WeightSync
 from envs.build import EpisodeConfig
