@@ -36,15 +36,8 @@ from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
 from actors.rollout_stream import GroupRequest, RolloutStream
 from actors.training_step import Update, training_step
 from benchmarks.hardware import describe_hardware
-from benchmarks.timed_parts import (
-    MESSAGE_IDS,
-    OneServer,
-    ServerState,
-    TimedEpisodes,
-    TimedRank,
-    TimedServer,
-    timed_task,
-)
+from benchmarks.timed_parts import MESSAGE_IDS, TimedEpisodes, TimedRank, timed_task
+from benchmarks.timed_server import OneServer, ServerState, TimedServer
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig, LossConfig

@@ -30,16 +30,9 @@ from actors.inference_sampler import PoolSampler
 from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
 from actors.rollout_stream import GroupRequest
 from benchmarks.hardware import describe_hardware
-from benchmarks.timed_parts import (
-    LoopProbe,
-    OneServer,
-    ServerState,
-    Tick,
-    TimedEpisodes,
-    TimedServer,
-    percentile,
-    timed_task,
-)
+from benchmarks.loop_probe import LoopProbe, Tick, percentile
+from benchmarks.timed_parts import TimedEpisodes, timed_task
+from benchmarks.timed_server import OneServer, ServerState, TimedServer
 from envs.build import EpisodeConfig
 from trajectories.buffer import GroupBuffer
 from trajectories.schema import PolicyVersion

@@ -29,7 +29,8 @@ from actors.inference_sampler import PoolSampler
 from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
 from actors.rollout_stream import GroupRequest
 from benchmarks.hardware import describe_hardware
-from benchmarks.timed_parts import OneServer, TimedEpisodes, TimedServer, timed_task
+from benchmarks.timed_parts import TimedEpisodes, timed_task
+from benchmarks.timed_server import OneServer, TimedServer
 from envs.build import EpisodeConfig
 from trajectories.buffer import EndOfTasks, GroupBuffer
 from trajectories.handle import GroupHandle

@@ -15,7 +15,8 @@ from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefus
 from envs.group import run_group
 from envs.harbor import load_task
 from envs.harness import Conversation
-from envs.remote_sampler import Endpoint, Limiter, RemoteConversation, Teacher, retry_after_s
+from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
+from envs.request_limiter import Limiter, retry_after_s
 from envs.sampler import SamplingParams
 from envs.sandbox import Sandbox
 from envs.task import Task
