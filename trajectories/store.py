@@ -28,6 +28,7 @@ from trajectories.codec import (
     encode_sample,
     kind_of,
 )
+from trajectories.durable import sync_directory
 from trajectories.frames import StoreError, framed, frames, read_frame
 from trajectories.handle import Location
 from trajectories.samples import Sample
@@ -57,7 +58,7 @@ class StoreWriter:
             _lock(self._fd, self.path)
             self._end, self.cut_bytes = _cut_torn_tail(self._fd, self.path)
             """`cut_bytes`: bytes of a torn tail that opening removed; 0 after a clean end."""
-            _fsync_directory(directory)
+            sync_directory(directory)
         except BaseException:
             os.close(self._fd)
             raise
@@ -210,11 +211,3 @@ def _cut_torn_tail(fd: int, path: Path) -> tuple[int, int]:
         os.fsync(fd)
         logger.warning("segment=%s torn tail cut: %d bytes after byte %d", path, cut, end)
     return end, cut
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
