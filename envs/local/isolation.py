@@ -1,6 +1,6 @@
 """The proof that boxes are isolated here: one is started and asked what it has of this process and its rights.
 
-Invariant: nothing that a box says of itself is taken for granted; whatever is missing is SandboxRefused.
+Invariant: each part of the isolation was seen from inside before any Task runs; one that was not is SandboxRefused.
 Called by envs/local/provider.py before its first box.
 """
 
