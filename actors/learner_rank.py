@@ -50,7 +50,8 @@ class LearnerRank:
 
     def build(self, address: str) -> tuple[int, str]:
         """Joins the process group, builds the Learner; returns the world size that torch reports and the sharding."""
-        from learners.learner import Learner, init_process_group
+        from learners.learner import Learner
+        from learners.process_group import init_process_group
 
         world_size = init_process_group(address, rank=self._rank, world_size=self._num_ranks)
         self._learner = Learner(self._config, model=self._model, rank=self._rank, world_size=self._num_ranks)

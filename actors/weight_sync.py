@@ -36,8 +36,6 @@ from actors.version_proof import (
 from actors.weight_stage import Manifest, version_label
 from trajectories.schema import PolicyVersion
 
-__all__ = ["SyncConfig", "SyncTarget", "WeightSource", "WeightSync"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX = "thresher-weights-"
