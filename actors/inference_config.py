@@ -140,8 +140,12 @@ class ServerConfig:
     @property
     def spans_nodes(self) -> bool:
         """Whether vLLM places the ranks by itself, as Ray actors on any nodes, instead of beside the server."""
-        many = self.pipeline_parallel_size * self.data_parallel_size > 1
-        return many or self.transport is Transport.SHARDED_RDT  # which pulls by Ray, so its ranks must be Ray's
+        # sharded_rdt pulls by Ray, so its ranks must be Ray's.
+        return self._has_stages_or_replicas or self.transport is Transport.SHARDED_RDT
+
+    @property
+    def _has_stages_or_replicas(self) -> bool:
+        return self.pipeline_parallel_size * self.data_parallel_size > 1
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the server's process needs before vLLM is imported."""
@@ -191,7 +195,7 @@ class ServerConfig:
 
     def _parallel_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {"distributed_executor_backend": "ray"} if self.spans_nodes else {}
-        if self.pipeline_parallel_size * self.data_parallel_size > 1:
+        if self._has_stages_or_replicas:
             args["pipeline_parallel_size"] = self.pipeline_parallel_size
             args["data_parallel_size"] = self.data_parallel_size
             args["data_parallel_backend"] = "ray"

@@ -31,7 +31,8 @@ async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline
     try:
         async with asyncio.timeout(deadline_s):
             for group in groups:
-                await _as_future(group.ready())  # awaited as a reference: `wait` would block the loop
+                ready: Any = group.ready()
+                await ready  # a reference can be awaited; the group's own `wait` would block the loop
     except TimeoutError as error:
         held = [bundle for group, bundle in zip(groups, bundles, strict=True) if _is_reserved(group)]
         lacking = missing(bundles, held=held)
@@ -44,6 +45,18 @@ async def reserve(bundles: Sequence[Mapping[str, float]], *, what: str, deadline
         _remove(groups)
         raise
     return [PlacementGroupSchedulingStrategy(placement_group=group) for group in groups]
+
+
+@asynccontextmanager
+async def shared_gpus(number: int, *, num_cpus: float, what: str, deadline_s: float) -> AsyncIterator[list[Place]]:
+    """So many places of one GPU, for the length of the block; two actors of SHARED_GPU each fit into one."""
+    bundle = {"GPU": 1.0} | ({"CPU": num_cpus} if num_cpus else {})
+    places = await reserve([bundle] * number, what=what, deadline_s=deadline_s)
+    try:
+        yield places
+    finally:
+        for place in places:
+            give_back(place)
 
 
 def give_back(place: Place) -> None:
@@ -76,22 +89,6 @@ def _sums(bundles: Sequence[Mapping[str, float]]) -> "Counter[str]":
 def _scattered(bundles: Sequence[Mapping[str, float]]) -> str:
     """Where every sum fits, no single node has room for the largest bundle."""
     return f"a node with room for {dict(max(bundles, key=lambda bundle: sum(bundle.values())))} (the sums fit)"
-
-
-@asynccontextmanager
-async def shared_gpus(number: int, *, num_cpus: float, what: str, deadline_s: float) -> AsyncIterator[list[Place]]:
-    """So many places of one GPU, for the length of the block; two actors of SHARED_GPU each fit into one."""
-    bundle = {"GPU": 1.0} | ({"CPU": num_cpus} if num_cpus else {})
-    places = await reserve([bundle] * number, what=what, deadline_s=deadline_s)
-    try:
-        yield places
-    finally:
-        for place in places:
-            give_back(place)
-
-
-async def _as_future(reference: Any) -> Any:
-    return await reference
 
 
 def _is_reserved(group: PlacementGroup) -> bool:

@@ -49,7 +49,7 @@ class RolloutFleet:
         """Groups of a dead worker that it had stored; they were not played again."""
         self._ended = asyncio.Event()
         """Set whenever a Group ends."""
-        self._places = [_Place(segment, pid) for segment, pid in zip(segments, pids, strict=True)]
+        self._states = [_WorkerState(segment, pid) for segment, pid in zip(segments, pids, strict=True)]
         self._start_deadline_s = start_deadline_s
         self._play_deadline_s = play_deadline_s
         self._max_reissues = max_reissues
@@ -62,8 +62,8 @@ class RolloutFleet:
         """
         for _ in range(self._max_reissues + 1):
             index = self._least_loaded()
-            place, life = self._places[index], self._places[index].life
-            place.running[group_id] = size
+            state, life = self._states[index], self._states[index].life
+            state.running[group_id] = size
             try:
                 handle = await call(
                     self.workers[index].play,
@@ -73,17 +73,17 @@ class RolloutFleet:
                     deadline_s=self._play_deadline_s,
                     what=f"group {group_id} on rollout worker {index}",
                 )
-                place.reported(handle.location)
+                state.reported(handle.location)
                 return handle
             except (ActorDied, DeadlineMissed) as failure:
                 logger.warning("group=%s worker=%d %s", group_id, index, _first_line(failure))
                 await self._bring_back(index, life, is_stuck=isinstance(failure, DeadlineMissed))
-                if (found := place.found.pop(group_id, None)) is not None:
+                if (found := state.found.pop(group_id, None)) is not None:
                     self.num_found += 1
                     return found
                 self.num_reissued += 1
             finally:
-                place.running.pop(group_id, None)
+                state.running.pop(group_id, None)
                 self._ended.set()
         raise ActorDied(
             f"group {group_id} was played {self._max_reissues + 1} times and its worker died each time: run the Task "
@@ -93,7 +93,7 @@ class RolloutFleet:
     def add(self, worker: Any, segment: str, pid: int) -> int:
         """Takes one more worker into service; returns its index."""
         self.workers.append(worker)
-        self._places.append(_Place(segment, pid))
+        self._states.append(_WorkerState(segment, pid))
         return len(self.workers) - 1
 
     async def retire(self, index: int, deadline_s: float) -> Any:
@@ -101,21 +101,21 @@ class RolloutFleet:
         serving = [served for served, _ in self.serving()]
         if index not in serving or len(serving) == 1:
             raise ValueError(f"cannot remove rollout worker {index} of {serving}: one must be left")
-        place = self._places[index]
-        place.is_out = True
+        state = self._states[index]
+        state.is_out = True
         try:
             async with asyncio.timeout(deadline_s):
-                while place.running:
+                while state.running:
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            names = ", ".join(place.running)
+            names = ", ".join(state.running)
             raise DeadlineMissed(f"rollout worker {index} did not end {names} within {deadline_s:.0f} s") from None
         return self.workers[index]
 
     def serving(self) -> list[tuple[int, Any]]:
         """(index, worker) of those that take Groups."""
-        return [(index, self.workers[index]) for index, place in enumerate(self._places) if not place.is_out]
+        return [(index, self.workers[index]) for index, state in enumerate(self._states) if not state.is_out]
 
     async def call_any(self, verb: str, *args: Any, deadline_s: float) -> Any:
         """The result of a method that only reads, of the least loaded worker; when that one goes, of another."""
@@ -147,53 +147,53 @@ class RolloutFleet:
         living = [index for index, _ in self.serving()]
         if not living:
             raise ActorDied("no rollout worker is left: all died and did not come back; add nodes and start again")
-        whole = [index for index in living if not self._places[index].mending.locked()]
+        whole = [index for index in living if not self._states[index].mending.locked()]
         best = [index for index in whole if index not in asked] or [index for index in living if index not in asked]
-        return min(best or whole or living, key=lambda index: sum(self._places[index].running.values()))
+        return min(best or whole or living, key=lambda index: sum(self._states[index].running.values()))
 
     async def _bring_back(self, index: int, life: int, *, is_stuck: bool) -> None:
         """Returns when the worker is back, or out of the fleet, and what its dead process had stored is known."""
-        place = self._places[index]
-        async with place.mending:  # the first of its Groups to notice does it for all
-            if place.life != life:
+        state = self._states[index]
+        async with state.mending:  # the first of its Groups to notice does it for all
+            if state.life != life:
                 return
             if is_stuck:
                 ray.kill(self.workers[index], no_restart=False)
             if await self._is_back(index):
                 self.num_restarts += 1
             else:
-                place.is_out = True
+                state.is_out = True
                 self.num_lost += 1
                 logger.error("worker=%d did not come back; its Groups go to the others", index)
-            place.life += 1  # only now: who was sent to the dead process meanwhile need not end the new one
-            handles = await self.call_any("find", dict(place.reported_to), deadline_s=_FIND_DEADLINE_S)
+            state.life += 1  # only now: who was sent to the dead process meanwhile need not end the new one
+            handles = await self.call_any("find", dict(state.reported_to), deadline_s=_FIND_DEADLINE_S)
             for handle in handles:
-                place.reported(handle.location)
-            place.found |= {handle.group_id: handle for handle in handles if handle.group_id in place.running}
+                state.reported(handle.location)
+            state.found |= {handle.group_id: handle for handle in handles if handle.group_id in state.running}
 
     async def _is_back(self, index: int) -> bool:
         """Waits for the process that Ray starts in its place."""
-        worker, place = self.workers[index], self._places[index]
+        worker, state = self.workers[index], self._states[index]
         deadline = time.monotonic() + self._start_deadline_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 pid = await call(worker.pid, deadline_s=left, what=f"restart of rollout worker {index}")
-                if pid == place.pid:  # it was out of reach and still plays; what it may store later must not come
+                if pid == state.pid:  # it was out of reach and still plays; what it may store later must not come
                     ray.kill(worker, no_restart=False)
-                    place.pid = 0
+                    state.pid = 0
                     continue
                 await call(worker.ready, deadline_s=left, what=f"restart of rollout worker {index}")
             except ClusterError as error:
                 logger.info("worker=%d is not back yet: %s", index, _first_line(error))
                 await asyncio.sleep(_RETRY_S)
             else:
-                place.pid = pid
+                state.pid = pid
                 logger.warning("worker=%d is back, pid=%d", index, pid)
                 return True
         return False
 
 
-class _Place:
+class _WorkerState:
     """One worker, over all the processes that it had."""
 
     def __init__(self, segment: str, pid: int) -> None:

@@ -21,12 +21,12 @@ from actors.creation_gate import start_creation_gate
 from actors.errors import ClusterError, DeadlineMissed, PlacementError
 from actors.placement import missing
 from actors.rollout_fleet import RolloutFleet
+from actors.rollout_stream import GroupRequest, RolloutStream, cancel_all
 from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
 from actors.slots import Slots
 from envs.build import EpisodeConfig, build_episode
 from envs.remote_sampler import Teacher
 from envs.sampler import Sampler
-from envs.task import Task
 from trajectories.buffer import GroupBuffer
 from trajectories.handle import GroupHandle, Location
 from trajectories.ledger import Ledger
@@ -63,14 +63,6 @@ class RolloutPoolConfig:
             raise ValueError(f"segment_mb must be > 0, got {self.segment_mb}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """A Group to play."""
-
-    task: Task
-    group_id: str
-
-
 class RolloutPool:
     """A fleet of rollout workers; made by `start_rollout_pool`."""
 
@@ -83,7 +75,7 @@ class RolloutPool:
         group_deadline_s: float,
         segments: Sequence[str],
         pids: Sequence[int],
-        start_worker: "WorkerStarter | None" = None,
+        start_worker: WorkerStarter | None = None,
         end_worker: Callable[[Any], None] = ray.kill,
     ) -> None:
         """`segments`: the first file that each worker writes, by which the Groups of a dead one are found again.
@@ -184,7 +176,7 @@ class RolloutPool:
                 for finished in done:
                     yield finished.result()
         finally:
-            await _cancel(running)
+            await cancel_all(running)
 
     @asynccontextmanager
     async def stream(
@@ -194,14 +186,14 @@ class RolloutPool:
         buffer: GroupBuffer,
         oldest_served: Callable[[], PolicyVersion | None],
         ledger: Ledger | None = None,
-    ) -> AsyncIterator["RolloutStream"]:
+    ) -> AsyncIterator[RolloutStream]:
         """A stream of Groups that feeds a learner, paced by the buffer's admission, for the length of the block."""
-        stream = RolloutStream(self, requests, size, buffer, oldest_served, ledger)
+        stream = RolloutStream(requests, lambda request: self.play(request, size, ledger), buffer, oldest_served)
         issuing = asyncio.create_task(stream.issue())
         try:
             yield stream
         finally:
-            await _cancel({issuing})
+            await cancel_all({issuing})
 
     async def close(self) -> None:
         """Flushes every worker's segment; one that cannot be reached is logged, and its segment holds what it wrote."""
@@ -210,77 +202,6 @@ class RolloutPool:
                 await call(worker.close, deadline_s=30, what=f"closing rollout worker {index}")
             except ClusterError as error:
                 logger.warning("%s", error)
-
-
-class RolloutStream:
-    """Finished Groups for a learner. Consumes Tasks, waits for permits and slots, and unblocks `take`."""
-
-    def __init__(
-        self,
-        pool: RolloutPool,
-        requests: Iterable[GroupRequest],
-        size: int,
-        buffer: GroupBuffer,
-        oldest_served: Callable[[], PolicyVersion | None],
-        ledger: Ledger | None,
-    ) -> None:
-        self._pool = pool
-        self._ledger = ledger
-        self._requests = requests
-        self._size = size
-        self._buffer = buffer
-        self._oldest_served = oldest_served
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reopened = asyncio.Event()
-
-    def reopen(self) -> None:
-        """Tasks that had ended may have come back: they are issued before anyone is told of an end."""
-        self._buffer.reopen()
-        self._reopened.set()
-
-    async def issue(self) -> None:
-        """Starts a Group whenever admission permits one, until the stream is closed; the end of Tasks may be undone."""
-        running: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                for request in self._requests:
-                    await self._buffer.admit(request.group_id)
-                    # Without a server that samples, whatever comes will be at the buffer's version or later.
-                    self._buffer.start(request.group_id, self._oldest_served() or self._buffer.version)
-                    running.add(task := asyncio.create_task(self._play(request)))
-                    task.add_done_callback(running.discard)
-                if running:
-                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # it may bring a Task back
-                    continue
-                self._reopened.clear()
-                self._buffer.close()
-                await self._reopened.wait()
-        except Exception as error:
-            self._fail(error)
-        finally:
-            await _cancel(running)
-
-    async def take(self, version: PolicyVersion, deadline_s: float) -> list[GroupHandle]:
-        """The Groups of one step at `version`, oldest first; raises what broke a rollout worker, if one broke."""
-        taking = asyncio.create_task(self._buffer.take(version, deadline_s))
-        try:
-            await asyncio.wait({taking, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-            return await taking
-        finally:
-            taking.cancel()
-
-    async def _play(self, request: GroupRequest) -> None:
-        try:
-            self._buffer.put(await self._pool.play(request, self._size, self._ledger))
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Hands what broke on to `take`, which raises it; the first failure counts."""
-        if not self._failure.done():
-            self._failure.set_exception(error)
 
 
 @asynccontextmanager
@@ -336,9 +257,3 @@ async def start_rollout_pool(
             ray.kill(worker)
         if gate is not None:
             gate.close()
-
-
-async def _cancel(tasks: set) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

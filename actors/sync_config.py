@@ -9,8 +9,6 @@ from pathlib import Path
 
 from actors.inference_config import Transport, UpdateMode
 
-__all__ = ["SyncConfig", "Transport"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:

@@ -2,7 +2,7 @@
 
 Invariant: every server goes through open, then begin, receive, end for each version, in this order and all together; a
 server that fails on the way is named and the update raises. The sender's side runs in learner ranks
-(actors/learner_group.py), the receiver's in actors/engine_weights.py; actors/transfer_sync.py says when.
+(actors/learner_rank.py), the receiver's in actors/engine_weights.py; actors/transfer_sync.py says when.
 NCCL broadcasts, IPC maps the memory of a GPU that learner and server share, sharded RDT lets each server rank pull the
 slices that it needs from the ranks that hold them.
 """

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from actors.engine_weights import LoadReport
 from actors.errors import ActorDied
+from actors.inference_config import Transport
 from actors.inference_errors import NoServerLeft, ServerNotReady
-from actors.sync_config import SyncConfig, Transport
+from actors.sync_config import SyncConfig
 from actors.version_proof import (
     ProbeGaps,
     Prober,
@@ -34,8 +35,6 @@ from actors.version_proof import (
 )
 from actors.weight_stage import Manifest, version_label
 from trajectories.schema import PolicyVersion
-
-__all__ = ["SyncConfig", "SyncTarget", "WeightSource", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 

@@ -32,18 +32,12 @@ from actors.cluster import ClusterConfig, start_actor, start_cluster
 from actors.inference_config import InferencePoolConfig
 from actors.inference_sampler import PoolSampler
 from actors.learner_group import LearnerGroup, LearnerGroupConfig
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, RolloutStream, start_rollout_pool
+from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
+from actors.rollout_stream import GroupRequest, RolloutStream
 from actors.training_step import Update, training_step
 from benchmarks.hardware import describe_hardware
-from benchmarks.timed_parts import (
-    MESSAGE_IDS,
-    OneServer,
-    ServerState,
-    TimedEpisodes,
-    TimedRank,
-    TimedServer,
-    timed_task,
-)
+from benchmarks.timed_parts import MESSAGE_IDS, TimedEpisodes, TimedRank, timed_task
+from benchmarks.timed_server import OneServer, ServerState, TimedServer
 from envs.build import EpisodeConfig
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig, LossConfig

@@ -27,18 +27,12 @@ from actors.calls import call
 from actors.cluster import ClusterConfig, start_actor, start_cluster
 from actors.inference_config import InferencePoolConfig
 from actors.inference_sampler import PoolSampler
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
+from actors.rollout_stream import GroupRequest
 from benchmarks.hardware import describe_hardware
-from benchmarks.timed_parts import (
-    LoopProbe,
-    OneServer,
-    ServerState,
-    Tick,
-    TimedEpisodes,
-    TimedServer,
-    percentile,
-    timed_task,
-)
+from benchmarks.loop_probe import LoopProbe, Tick, percentile
+from benchmarks.timed_parts import TimedEpisodes, timed_task
+from benchmarks.timed_server import OneServer, ServerState, TimedServer
 from envs.build import EpisodeConfig
 from trajectories.buffer import GroupBuffer
 from trajectories.schema import PolicyVersion

@@ -18,7 +18,8 @@ from actors.cluster import ClusterConfig, Resources, start_cluster
 from actors.inference_config import DType, InferencePoolConfig, ServerConfig
 from actors.inference_pool import start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
-from actors.weight_sync import SyncConfig, WeightSync
+from actors.sync_config import SyncConfig
+from actors.weight_sync import WeightSync
 from envs.sampler import Completion, Sampler, SamplingParams
 from learners.config import LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch

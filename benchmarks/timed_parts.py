@@ -1,4 +1,4 @@
-"""Timed parts: a server, a harness and a sandbox that take time and nothing else, under the shipped control plane.
+"""Timed rollouts: a harness and a sandbox that take time and nothing else, under the shipped control plane.
 
 Invariant: everything between them is the product's own (rollout workers, sockets, conversations, store, buffer), and a
 rollout's script follows from its id alone, so a driver knows what an excluded one would have brought.
@@ -10,18 +10,13 @@ import json
 import math
 import os
 import random
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from actors.calls import call
-from actors.inference_request import Part, Request
-from actors.inference_route import Locator
-from actors.inference_wire import Address, serve
+from benchmarks.loop_probe import LoopProbe
 from envs.build import EpisodeConfig
 from envs.conversation import SampledConversation
 from envs.creation import CreationGate
@@ -34,12 +29,8 @@ from envs.sandbox import ExecResult, Sandbox
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 from learners.config import LossConfig
 from learners.plan import RankPlan
-from trajectories.schema import PolicyVersion, VersionSpan
 
 MESSAGE_IDS = tuple(range(1, 33))
-REPLY_IDS = (*range(100, 115), 0)
-TICK_S = 0.02
-"""How often a worker's event loop is timed."""
 
 
 def timed_task(name: str) -> Task:
@@ -53,79 +44,6 @@ def timed_task(name: str) -> Task:
         provenance=Provenance(),
         path=Path("/nonexistent"),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerState:
-    """What a TimedServer says of itself."""
-
-    address: Address
-    num_answered: int
-    busy_s: float
-    """Seconds that its slots were taken, summed over slots."""
-    cpu_s: float
-    """Processor time of its process."""
-
-
-class TimedServer:
-    """An inference server's socket with `num_slots` slots, each held `reply_s` seconds a reply; instant with 0."""
-
-    def __init__(self, num_slots: int = 1, reply_s: float = 0.0, spread: float = 0.0) -> None:
-        """`spread`: a reply takes `reply_s` give or take this share, so that rollouts do not march in step."""
-        self._draw = random.Random(0)
-        self._spread = spread
-        self._slots = asyncio.Semaphore(num_slots)
-        self._reply_s = reply_s
-        self._address: Address | None = None
-        self._num_answered = 0
-        self._busy_s = 0.0
-        self._spans: tuple[VersionSpan, ...] = ()
-        self._set(PolicyVersion(lineage=0, n=0))
-
-    async def health(self) -> ServerState:
-        """Listens from the first call on."""
-        if self._address is None:
-            self._listener, self._address = await serve(
-                self._answer, "127.0.0.1", secrets.token_hex(16), load=lambda: 0
-            )
-        return ServerState(
-            address=self._address,
-            num_answered=self._num_answered,
-            busy_s=self._busy_s,
-            cpu_s=time.process_time(),
-        )
-
-    async def serve_version(self, version: PolicyVersion) -> None:
-        """Replies that begin from now on are of `version`."""
-        self._set(version)
-
-    def _set(self, version: PolicyVersion) -> None:
-        self._spans = (VersionSpan(version=version, num_tokens=len(REPLY_IDS)),)
-
-    async def _answer(self, request: Request, request_id: str) -> AsyncGenerator[Part]:
-        spans = self._spans
-        if self._reply_s:
-            async with self._slots:
-                began, spans = time.monotonic(), self._spans
-                await asyncio.sleep(self._reply_s * (1 + self._draw.uniform(-self._spread, self._spread)))
-                self._busy_s += time.monotonic() - began
-        self._num_answered += 1
-        yield Part(ids=REPLY_IDS, logprobs=(-0.5,) * len(REPLY_IDS), spans=spans, finish_reason="stop")
-
-
-class OneServer:
-    """A Directory of one TimedServer; picklable."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    async def __call__(self) -> Mapping[str, Locator]:
-        """Its name and how to find it."""
-        return {"server": self._locate}
-
-    async def _locate(self) -> Address | None:
-        state: ServerState = await call(self._actor.health, deadline_s=30, what="address of the timed server")
-        return state.address
 
 
 class TimedRank:
@@ -324,48 +242,3 @@ class TimedProvider:
         finally:
             self._num_alive -= 1
             self._busy_s += time.monotonic() - began
-
-
-class Tick(NamedTuple):
-    """One look at an event loop; a plain tuple in JSON."""
-
-    at: float
-    """time.time()"""
-    late_s: float
-    """How much later than asked the sleeper woke."""
-    count: int
-    cpu_s: float
-    """Processor time of the process until now."""
-
-
-class LoopProbe:
-    """Times how late the running event loop wakes a sleeper."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        """`count()` is recorded beside each tick."""
-        self._count = count
-        self._ticks: list[Tick] = []
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        """Starts timing, unless it has begun."""
-        self._task = self._task or asyncio.create_task(self._tick())
-
-    def end(self) -> list[Tick]:
-        """Every tick."""
-        if self._task is not None:
-            self._task.cancel()
-        return self._ticks
-
-    async def _tick(self) -> None:
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(TICK_S)
-            late_s = time.monotonic() - began - TICK_S
-            self._ticks.append(Tick(time.time(), late_s, self._count(), time.process_time()))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are at or below: ([1, 2, 3, 4], 0.5) -> 2."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -23,7 +23,8 @@ from actors.cluster import ClusterConfig, Resources, start_cluster
 from actors.inference_config import InferencePoolConfig, UpdateMode
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
-from actors.weight_sync import SyncConfig, WeightSync
+from actors.sync_config import SyncConfig
+from actors.weight_sync import WeightSync
 from benchmarks.conversations import Player, Shape
 from benchmarks.hardware import describe_hardware
 from benchmarks.policies import SERVERS, policy_directory

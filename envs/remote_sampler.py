@@ -8,18 +8,17 @@ BudgetExceeded when the budget is spent, TeacherRefused when the endpoint will n
 """
 
 import asyncio
-import email.utils
 import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from envs.conversation import RecordedConversation
 from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
+from envs.request_limiter import Limiter, retry_after_s
 from envs.sampler import SamplingParams
 from trajectories.schema import Usage
 
@@ -28,10 +27,7 @@ if TYPE_CHECKING:  # the client takes a second to import, which only they pay wh
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LIMIT = 8.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 60.0
-_DEFAULT_PAUSE_S = 1.0
-"""After a 429 that names no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,44 +203,6 @@ class Endpoint:
         return RemoteReply(text=choice.message.content or "", finish_reason=choice.finish_reason, usage=usage)
 
 
-class Limiter:
-    """How many requests run at once: one more for each round that went well, half as many after a 429 (AIMD)."""
-
-    def __init__(self, highest: int) -> None:
-        self.limit = min(_FIRST_LIMIT, float(highest))
-        self._highest = float(highest)
-        self._running = 0
-        self._changed = asyncio.Condition()
-        self._throttled = 0.0
-        self._paused_until = 0.0
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncGenerator[float]:
-        """Holds one of the slots; gives the time at which it was taken."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._running < int(self.limit))
-            self._running += 1
-        try:
-            await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
-            yield time.monotonic()
-        finally:
-            self._running -= 1
-            async with self._changed:
-                self._changed.notify_all()
-
-    def succeed(self) -> None:
-        """A request went well: the limit rises by one over a whole round of them."""
-        self.limit = min(self._highest, self.limit + 1 / self.limit)
-
-    def throttle(self, began: float, pause_s: float) -> None:
-        """A 429 to a request that `began` then: halves the limit, once for all that were under way, and pauses."""
-        if began > self._throttled:
-            self.limit = max(1.0, self.limit / 2)
-            self._throttled = time.monotonic()
-            logger.info("teacher answers 429: at most %d requests at once, after %.1f s", int(self.limit), pause_s)
-        self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
-
-
 class _Budget:
     """What is spent of what may be spent."""
 
@@ -272,20 +230,6 @@ class _Budget:
         usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_sampled, cost_usd=cost_usd)
         self.spent = self.spent + usage
         return usage
-
-
-def retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header asks for: a number, or a date."""
-    if not header:
-        return _DEFAULT_PAUSE_S
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
-        return _DEFAULT_PAUSE_S
 
 
 def _refusal(error: "openai.APIStatusError", teacher: Teacher) -> Exception:

@@ -14,18 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from envs.generation_block import GenerationBlock
+from envs.chat_template import compile_template
 from envs.thinking import THINK_END, ids_without_thinking, without_thinking
 
 Message = Mapping[str, str]
 """{"role": "user" | "assistant" | "system", "content": text}."""
-
 
 _PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}words\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -250,25 +248,6 @@ def _read_json(path: Path) -> object:
 def _spelling(token: object) -> str:
     """A special token's text; older tokenizer configs hold {"content": text, ...}."""
     return str(cast(dict[str, Any], token)["content"]) if isinstance(token, dict) else str(token)
-
-
-def compile_template(source: str, marks: tuple[str, str] = ("", "")) -> Any:
-    """The template as transformers compiles it: trimmed blocks, loop controls, `raise_exception`, plain `tojson`."""
-    environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-    )
-    environment.generation_marks = marks
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    return environment.from_string(source)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _unstable(reply: str) -> str:

@@ -6,7 +6,6 @@ number saved. Called by learners/learner.py.
 
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from learners.process_group import new_group
+from trajectories.durable import sync_directory, write_synced
 
 COMPLETE = "COMPLETE"
 """Marker file, written last; holds the progress and what the weights look like."""
@@ -187,13 +187,6 @@ def _read_marker(directory: Path) -> dict[str, Any]:
     return marker
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _make_empty(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -202,18 +195,9 @@ def _make_empty(directory: Path) -> None:
 def _seal(unsealed: Path, directory: Path, marker: Mapping[str, Any]) -> None:
     """Marks what all ranks have written as complete and puts it in its place."""
     files = {path.name: path.stat().st_size for path in sorted(unsealed.iterdir())}
-    _write_synced(unsealed / COMPLETE, json.dumps({**marker, "files": files}))
-    _sync_directory(unsealed)
+    write_synced(unsealed / COMPLETE, json.dumps({**marker, "files": files}))
+    sync_directory(unsealed)
     _replace(unsealed, directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    """After this the names in it outlast a power failure; a run may say that it goes on from them."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _replace(unsealed: Path, directory: Path) -> None:
@@ -223,5 +207,5 @@ def _replace(unsealed: Path, directory: Path) -> None:
     if directory.exists():
         directory.rename(old)
     unsealed.rename(directory)
-    _sync_directory(directory.parent)
+    sync_directory(directory.parent)  # a run may then say that it goes on from it
     shutil.rmtree(old, ignore_errors=True)

@@ -31,8 +31,6 @@ from learners.sequence_parallel import join_sequence_parallel
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
 
-__all__ = ["Learner", "init_process_group"]
-
 logger = logging.getLogger(__name__)
 
 CACHED_GROUPS = 32

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_TURNS = 1_000_000  # Harbor's own default: none
 _HARNESSES = tuple(str(name) for name in HarnessName)
-_PARSERS = tuple(str(name) for name in ReplyFormat)
 _TURN_KEYS = ("max_turns", "max_episodes", "episodes")
 # True or false of these changes what is kept of a rollout, not the rollout; our stores keep the tokens anyway.
 _RECORDING_KEYS = (
@@ -148,10 +147,10 @@ def _read_agent(agent: Table) -> dict[str, Any]:
 def _read_environment(table: Table) -> None:
     kind = table.text("type")
     if kind is not None:
-        logger.warning("environment.type %s is passed over: --episode.sandbox says where tasks run", kind)
+        logger.warning("environment.type %s is passed over: --episode.sandbox.provider says where tasks run", kind)
     known = {"delete": True, "force_build": False, "stream": False, "cpu_enforcement_policy": "auto"}
     known |= {"memory_enforcement_policy": "auto", "env": {}, "kwargs": {}}
-    _refuse(table, known, "sandboxes are set up by --episode.sandbox")
+    _refuse(table, known, "sandboxes are set up by --episode.sandbox.provider and its flags")
 
 
 def _read_tasks(root: Table) -> tuple[str, int | None]:

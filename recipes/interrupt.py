@@ -17,8 +17,8 @@ from actors.errors import ClusterError
 from envs.errors import EpisodeError
 from recipes.watchdog import STALLED, Stalled
 from trajectories.buffer import EndOfTasks
+from trajectories.frames import StoreError
 from trajectories.ledger import LedgerError
-from trajectories.store import StoreError
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from actors.inference_config import InferencePoolConfig
 from actors.inference_pool import InferencePool, start_inference_pool
-from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_pool import RolloutPool, RolloutPoolConfig, start_rollout_pool
+from actors.rollout_stream import GroupRequest
 from envs.build import EpisodeConfig, HarnessName
 from envs.errors import BudgetExceeded
 from envs.remote_sampler import Teacher

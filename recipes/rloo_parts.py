@@ -18,7 +18,8 @@ from actors.errors import LearnerLost
 from actors.inference_errors import NoServerLeft
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.learner_group import LearnerGroup, start_learner_group
-from actors.rollout_pool import RolloutPool, RolloutStream, start_rollout_pool
+from actors.rollout_pool import RolloutPool, start_rollout_pool
+from actors.rollout_stream import RolloutStream
 from actors.transfer_sync import TransferSync, make_sync
 from actors.weight_sync import WeightSync
 from envs.task import Task

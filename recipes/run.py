@@ -27,6 +27,7 @@ from typing import Any, Self
 from recipes.event_log import EventLog
 from recipes.progress import Bar, ProgressDisplay
 from recipes.record import code_revision, differences, hardware, package_versions, to_json
+from trajectories.durable import sync_directory, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -208,13 +209,6 @@ def _reopen(summary: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(partial, json.dumps(value, indent=2, allow_nan=False) + "\n")
     os.replace(partial, path)
-    fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(fd)  # before anything that it no longer names is removed
-    finally:
-        os.close(fd)
+    sync_directory(path.parent)  # before anything that it no longer names is removed

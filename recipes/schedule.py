@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from actors.rollout_pool import GroupRequest
+from actors.rollout_stream import GroupRequest
 from envs.task import Task
 from trajectories.ledger import Ledger
 from trajectories.ledger_index import GroupRow, GroupState

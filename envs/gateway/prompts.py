@@ -12,8 +12,9 @@ from typing import Any, cast
 
 from jinja2 import TemplateError
 
+from envs.chat_template import compile_template
 from envs.gateway.dialogue import Said, Tool
-from envs.renderer import ChatRenderer, TemplateRefused, compile_template
+from envs.renderer import ChatRenderer, TemplateRefused
 
 _PROBE = Tool(name="probe_of_tools", description="d", parameters='{"type": "object", "properties": {}}')
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF

@@ -167,10 +167,8 @@ def bwrap_arguments(staged: Staged, *, disk_bytes: int, mounts: tuple[str, ...] 
 def dir_entries(source: Path, target: str) -> Iterator[bytes]:
     """PUT entries that copy a host directory's content into `target`, modes kept. Raises SandboxRefused for a link."""
     yield encode_put(Kind.DIR, target, mode=stat.S_IMODE(source.stat().st_mode) | 0o700)
-    for entry in sorted(os.scandir(source), key=lambda e: e.name):
+    for entry in _plain_entries(source):
         inside = str(PurePosixPath(target) / entry.name)
-        if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
-            raise SandboxRefused(f"{entry.path} is a link or no plain file; give plain files and directories")
         if entry.is_dir():
             yield from dir_entries(Path(entry.path), inside)
         else:
@@ -202,9 +200,14 @@ def _num_bytes(source: Path) -> int:
     """Raises SandboxRefused as `dir_entries` does."""
     if not source.is_dir():
         return source.stat().st_size
-    total = 0
-    for entry in os.scandir(source):
+    return sum(
+        _num_bytes(Path(entry.path)) if entry.is_dir() else entry.stat().st_size for entry in _plain_entries(source)
+    )
+
+
+def _plain_entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """The files and directories in it, by name. Raises SandboxRefused for anything else."""
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
             raise SandboxRefused(f"{entry.path} is a link or no plain file; give plain files and directories")
-        total += _num_bytes(Path(entry.path)) if entry.is_dir() else entry.stat().st_size
-    return total
+        yield entry

@@ -12,7 +12,6 @@ Called by envs/episode.py through the SandboxProvider Protocol; made by envs/pro
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from envs.errors import SandboxDied, SandboxError, SandboxRefused
 from envs.lease import LeasedSandbox, LeaseTerms, sweep
 from envs.local.boxes import BoxSize, BoxStarter
 from envs.local.cgroups import BoxLimits, Cgroups, find_cgroups
+from envs.local.isolation import prove_isolation
 from envs.local.labels import is_orphan, kill_labelled
 from envs.local.leases import LeaseFiles
 from envs.local.prepared import PreparedEnvironments
@@ -38,7 +38,6 @@ from envs.users import users_at_work
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_PROOF = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; cat /proc/net/dev; readlink /proc/self/ns/*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +156,10 @@ class LocalProvider:
 
     async def sweep_machine(self) -> None:
         """Ends what dead drivers left on this machine, leases or not: processes, control groups, lease files."""
+        cgroups = None
         with contextlib.suppress(SandboxRefused):  # no cgroups, so none were left
-            await asyncio.to_thread(_sweep, find_cgroups(self.config.cgroup_parent))
-        await asyncio.to_thread(_sweep, None)
-        await asyncio.to_thread(self._environments.sweep)
-        await sweep(self)
+            cgroups = find_cgroups(self.config.cgroup_parent)
+        await self._sweep(cgroups)
 
     async def close(self) -> None:
         """Ends every box that waits and every parked launcher, with its cgroups; a later `start` begins anew."""
@@ -181,9 +179,7 @@ class LocalProvider:
     async def _prepare_now(self) -> "_Prepared":
         staged = await asyncio.to_thread(stage, self.config.cache_dir)
         cgroups = self._find_cgroups()
-        await asyncio.to_thread(_sweep, cgroups)
-        await asyncio.to_thread(self._environments.sweep)
-        await sweep(self)
+        await self._sweep(cgroups)
         slots = SlotConfig(
             staged=staged,
             cgroups=cgroups,
@@ -199,11 +195,19 @@ class LocalProvider:
         pool = SlotPool(slots, max_parked=self.config.max_parked)
         boxes = BoxStarter(staged=staged, pool=pool, mounts=self.config.mounts, limits=limits)
         try:
-            await _prove(boxes, self._size(Environment()))
+            await prove_isolation(boxes, self._size(Environment()))
         except BaseException:
             await asyncio.shield(pool.close())
             raise
         return _Prepared(cgroups=cgroups, boxes=boxes)
+
+    async def _sweep(self, cgroups: Cgroups | None) -> None:
+        """What dead drivers left behind when they were killed at a bad moment."""
+        await asyncio.to_thread(kill_labelled, is_orphan)
+        if cgroups is not None:
+            await asyncio.to_thread(cgroups.sweep)
+        await asyncio.to_thread(self._environments.sweep)
+        await sweep(self)
 
     def _find_cgroups(self) -> Cgroups | None:
         try:
@@ -279,19 +283,6 @@ class _Prepared:
     boxes: BoxStarter
 
 
-async def _prove(boxes: BoxStarter, size: BoxSize) -> None:
-    """Raises SandboxRefused unless a box says of itself that it is isolated."""
-    try:
-        sandbox = await boxes.start(size)
-    except SandboxError as error:
-        raise SandboxRefused(f"{error}; {_remedy(str(error))}") from error
-    try:
-        result = await sandbox.exec(_PROOF, timeout_s=30)
-    finally:
-        await sandbox.stop()
-    _check_proof(result.stdout.decode())
-
-
 def _refuse_unoffered(task: Task, *, network: str) -> None:
     """Raises SandboxRefused for what the Task's environment asks for and no box here has; nothing is passed over."""
     environment = task.environment
@@ -312,28 +303,3 @@ def _refuse_unoffered(task: Task, *, network: str) -> None:
     for name, value in asked.items():
         if value:
             raise SandboxRefused(f"task {task.id}: wants {name}, which no box here has; use another sandbox provider")
-
-
-def _sweep(cgroups: Cgroups | None) -> None:
-    """Ends what dead drivers left on this machine; they leave nothing but when killed at a bad moment."""
-    kill_labelled(is_orphan)
-    if cgroups is not None:
-        cgroups.sweep()
-
-
-def _check_proof(text: str) -> None:
-    """`text` is what a box says of itself. Raises SandboxRefused unless each part of its isolation is there."""
-    found = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    wanted = {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            raise SandboxRefused(f"isolate: {key} is {found.get(key)}, not {value}; use a newer kernel or bubblewrap")
-    for kind in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts"):
-        if os.readlink(f"/proc/self/ns/{kind}") in text:
-            raise SandboxRefused(f"isolate: the box shares this process's {kind} namespace; use a newer bubblewrap")
-
-
-def _remedy(problem: str) -> str:
-    if "launcher: /" in problem:
-        return "give a cache_dir that every user may enter"
-    return "enable user namespaces for this user (sysctl user.max_user_namespaces), with /proc not masked"

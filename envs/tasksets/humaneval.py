@@ -12,8 +12,6 @@ from pathlib import Path
 
 from envs.errors import TaskError
 
-NUM_PROBLEMS = 164
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

@@ -30,10 +30,9 @@ from typing import Annotated, Any
 import tyro
 
 from actors.cluster import Resources
-from actors.inference_config import DType, InferencePoolConfig, ServerConfig
+from actors.inference_config import DType, InferencePoolConfig, ServerConfig, Transport
 from actors.learner_group import LearnerGroupConfig
 from actors.rollout_pool import RolloutPoolConfig
-from actors.sync_config import Transport
 from envs.build import EpisodeConfig, PromptStyle
 from envs.sampler import SamplingParams
 from learners.config import LearnerConfig, LossConfig, LossKind, Precision

@@ -17,8 +17,9 @@ from actors.cluster import ClusterConfig, start_cluster
 from actors.errors import PlacementError
 from actors.inference_config import InferencePoolConfig, ServerConfig
 from actors.inference_errors import ServerStartError
-from actors.inference_pool import InferencePool, ServerHandle, start_inference_pool
+from actors.inference_pool import InferencePool, start_inference_pool
 from actors.inference_sampler import LIST_S, PoolSampler
+from actors.server_handle import ServerHandle
 from actors.sync_config import SyncConfig
 from actors.weight_objects import localize, put_stage
 from actors.weight_stage import corrupt_tensors

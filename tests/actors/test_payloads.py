@@ -16,8 +16,10 @@ import pytest
 from actors.cluster import ClusterConfig, start_actor, start_cluster
 from actors.inference_config import InferencePoolConfig
 from actors.inference_sampler import PoolSampler
-from actors.rollout_pool import GroupRequest, RolloutPoolConfig, start_rollout_pool
-from benchmarks.timed_parts import OneServer, TimedEpisodes, TimedServer, timed_task
+from actors.rollout_pool import RolloutPoolConfig, start_rollout_pool
+from actors.rollout_stream import GroupRequest
+from benchmarks.timed_parts import TimedEpisodes, timed_task
+from benchmarks.timed_server import OneServer, TimedServer
 from envs.build import EpisodeConfig
 from tests.trajectories.records import group, tokens, trajectory, turn
 from trajectories.buffer import GroupBuffer

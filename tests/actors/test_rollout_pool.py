@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.rollout_pool import GroupRequest, RolloutPool, RolloutPoolConfig
+from actors.rollout_pool import RolloutPool, RolloutPoolConfig
+from actors.rollout_stream import GroupRequest
 from envs.task import Environment, Limits, Provenance, Task, VerifierSpec
 from trajectories.buffer import EndOfTasks, GroupBuffer
 from trajectories.handle import BranchSize, GroupHandle, Location, MemberSummary

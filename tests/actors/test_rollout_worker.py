@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.rollout_worker import RolloutWorker
-from benchmarks.timed_parts import REPLY_IDS, TimedEpisodes, timed_task
+from benchmarks.timed_parts import TimedEpisodes, timed_task
+from benchmarks.timed_server import REPLY_IDS
 from envs.build import EpisodeConfig
 from envs.sampler import Completion, SamplingParams
 from tests.trajectories.records import version

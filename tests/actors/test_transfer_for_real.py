@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import save_file
 
-from actors import learner_group
+from actors import learner_rank
 from actors.inference_config import ServerConfig, Transport
 from actors.inference_engine import Engine
 from actors.inference_request import Part, Request, join_parts
-from actors.learner_group import LearnerRank
+from actors.learner_rank import LearnerRank
 from actors.sync_config import SyncConfig
 from actors.transfer_sync import TransferSync
 from actors.vllm_transfer import Sending, TransferConfig
@@ -149,7 +149,7 @@ async def ends(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
     endpoint = SimpleNamespace(destroy=lambda: None)
     patch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: endpoint)
     patch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast)
-    patch.setattr(learner_group, "call_all", call_all)
+    patch.setattr(learner_rank, "call_all", call_all)
     engine = await Engine.start(model, config, name="server-0", version=None)
     try:
         yield Source(model, scratch / "store"), Server(engine)

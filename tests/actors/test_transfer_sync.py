@@ -3,9 +3,9 @@
 import pytest
 
 from actors.errors import ActorDied
-from actors.inference_config import UpdateMode
+from actors.inference_config import Transport, UpdateMode
 from actors.inference_errors import NoServerLeft, VersionProofError, WeightSyncTimeout
-from actors.sync_config import SyncConfig, Transport
+from actors.sync_config import SyncConfig
 from actors.transfer_sync import TransferSync
 from tests.fakes.transfer import FakeFleet, FakeReceiver, FakeSender
 from trajectories.schema import PolicyVersion

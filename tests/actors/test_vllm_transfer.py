@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors import learner_group
+from actors import learner_rank
 from actors.engine_stats import EngineStats
 from actors.inference_config import ServerConfig, Transport, UpdateMode
 from actors.inference_engine import Engine
@@ -217,8 +217,8 @@ def test_a_learner_rank_sends_its_own_weights_and_a_canary_only_what_it_disturbs
     called: list[str] = []
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: "endpoint")
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.update(iterator))
-    monkeypatch.setattr(learner_group, "call_all", lambda servers, method, arguments, deadline_s: called.append(method))
-    rank = learner_group.LearnerRank(LearnerConfig(), tmp_path, tmp_path, 0, 1, 1)
+    monkeypatch.setattr(learner_rank, "call_all", lambda servers, method, arguments, deadline_s: called.append(method))
+    rank = learner_rank.LearnerRank(LearnerConfig(), tmp_path, tmp_path, 0, 1, 1)
     rank._learner = Learner(LearnerConfig(), model=save_tiny_qwen3(tmp_path / "model"))
     names = rank.open_transfer(NCCL, ["a", "b"], 5.0)
     rank.send_weights(Sending(version=V3, mode=UpdateMode.KEEP, admits=True))

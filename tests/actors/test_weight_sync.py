@@ -5,8 +5,9 @@ import pytest
 
 from actors import weight_sync
 from actors.errors import ActorDied
+from actors.inference_config import Transport
 from actors.inference_errors import VersionProofError, WeightSyncError, WeightSyncTimeout
-from actors.sync_config import SyncConfig, Transport
+from actors.sync_config import SyncConfig
 from actors.weight_sync import WeightSync
 from tests.fakes.synced_server import FakeServer, FakeSource, FakeTarget
 from trajectories.schema import PolicyVersion

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.async_loop import Bound, loop_figures
 from benchmarks.control_plane import level_figures
-from benchmarks.timed_parts import Tick, percentile
+from benchmarks.loop_probe import Tick, percentile
 
 
 def test_percentiles_are_values_that_occurred() -> None:

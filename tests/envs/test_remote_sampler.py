@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from envs import remote_sampler
+from envs import remote_sampler, request_limiter
 from envs.episode import Episode
 from envs.errors import BudgetExceeded, ContextLimit, SamplerError, TeacherRefused, TurnLimit
 from envs.group import run_group
 from envs.harbor import load_task
 from envs.harness import Conversation
-from envs.remote_sampler import Endpoint, Limiter, RemoteConversation, Teacher, retry_after_s
+from envs.remote_sampler import Endpoint, RemoteConversation, Teacher
+from envs.request_limiter import Limiter, retry_after_s
 from envs.sampler import SamplingParams
 from envs.sandbox import Sandbox
 from envs.task import Task
@@ -32,7 +33,7 @@ ONE_REPLY = Usage(prompt_tokens=100, completion_tokens=10, cost_usd=0.0)
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_sampler, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(remote_sampler, "_DEFAULT_PAUSE_S", 0.01)
+    monkeypatch.setattr(request_limiter, "_DEFAULT_PAUSE_S", 0.01)
 
 
 @asynccontextmanager

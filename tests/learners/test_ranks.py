@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 from learners.config import LearnerConfig, LossConfig, LossKind, Schedule
-from learners.learner import Learner, init_process_group
+from learners.learner import Learner
 from learners.plan import BatchPlan, SizedSample, plan_samples
+from learners.process_group import init_process_group
 from tests.learners.conftest import make_samples, store_samples
 
 CONFIG = LearnerConfig(lr=2e-4, schedule=Schedule.LINEAR, warmup_steps=1, total_steps=9, max_tokens=128)

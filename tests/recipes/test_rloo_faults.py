@@ -386,7 +386,9 @@ def test_a_run_that_keeps_few_trajectories_has_books_that_agree(bed: Bed, tmp_pa
     check_books(config)
     audit, states = audit_store(config.run, "store")
     num_left = sum(1 for _ in scan(config.run / "store"))
-    assert audit.num_pruned >= 20 and num_left <= 24 and states[GroupState.CONSUMED] >= 40
+    # Segments have 13 Groups here. The newest of each process stays, and where a process dies its segment ends short.
+    least, most = (13, 37) if deaths else (20, 24)
+    assert audit.num_pruned >= least and num_left <= most and states[GroupState.CONSUMED] >= 40
 
 
 def test_the_end_of_the_tasks_ends_the_run(bed: Bed, tmp_path: Path) -> None:

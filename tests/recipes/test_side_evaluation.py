@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.errors import ActorDied
-from actors.rollout_pool import GroupRequest
+from actors.rollout_stream import GroupRequest
 from benchmarks.timed_parts import timed_task
 from recipes.side_evaluation import SideEvaluation, SideEvaluationConfig
 from tests.trajectories.records import LOCATION, scored_group, version

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from actors.cluster import Resources
-from actors.inference_config import InferencePoolConfig, ServerConfig
+from actors.inference_config import InferencePoolConfig, ServerConfig, Transport
 from actors.learner_group import LearnerGroupConfig
-from actors.sync_config import SyncConfig, Transport
+from actors.sync_config import SyncConfig
 from learners.config import LearnerConfig, LoraConfig
 from recipes import rloo, transports
 from recipes.policies import PolicyConfig

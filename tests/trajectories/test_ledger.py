@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trajectories.ancestry import Ancestry, ancestry_of
+from trajectories.frames import CorruptFrame
 from trajectories.handle import Location
 from trajectories.ledger import JOURNAL, Frontier, Ledger, LedgerError
 from trajectories.ledger_index import GroupState
 from trajectories.schema import PolicyVersion
-from trajectories.store import CorruptFrame, SegmentInUse
+from trajectories.store import SegmentInUse
 
 
 def v(lineage: int, n: int) -> PolicyVersion:

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.trajectories.records import scored_group, tokens, trajectory, turn
+from trajectories.frames import HEADER, CorruptFrame, NoSuchFrame, StoreError
 from trajectories.handle import Location
 from trajectories.samples import trajectory_samples
 from trajectories.store import (
-    HEADER,
-    CorruptFrame,
-    NoSuchFrame,
     SegmentInUse,
-    StoreError,
     StoreWriter,
     read_group,
     read_sample,

@@ -175,7 +175,7 @@ WORKDIR /work
 COPY big in/
 RUN echo $WORD $(date +%N) >once && ln -s once link && ln once hard && mkfifo /run/x && rm /run/x
 RUN ["/bin/sh", "-c", "mkdir -p /opt/d/e && echo 1 >/opt/d/e/f && chmod 555 /opt/d/e /opt/d && rm in/big"]
-RUN touch -d @1000 once && sleep 1000 & echo "root2:x:0:0::/:" >>/etc/passwd; mkdir -p /tmp/kept
+RUN touch -d @1000 once; sleep 1000 & echo "root2:x:0:0::/:" >>/etc/passwd; mkdir -p /tmp/kept
 COPY late .
 """
 
