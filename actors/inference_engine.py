@@ -79,7 +79,7 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are sampled."""
-        return not self._is_draining and not self.weights.what_is_missing
+        return not (self._is_draining or self.weights.is_receiving or self.weights.what_is_missing)
 
     @property
     def num_running(self) -> int:
