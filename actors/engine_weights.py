@@ -174,11 +174,12 @@ class EngineWeights:
             await self._wake_cache()
             await self._llm.resume_generation()
             self.version, self._fault = version, "" if admits else UNPROVEN
-        self._end_update()
+        self._end_update(lets_in=admits)
 
-    def _end_update(self) -> None:
+    def _end_update(self, *, lets_in: bool) -> None:
         self.is_receiving = False
-        self._open.set()
+        if lets_in:  # else those that wait do so until all is proven, since every other server is being proven too
+            self._open.set()
         self._update.release()
 
     async def sleep(self) -> None:
@@ -190,12 +191,14 @@ class EngineWeights:
             await self._llm.sleep(level=1 if self._config.lora_rank else 2, mode="abort")
 
     def admit(self) -> None:
-        """Lets requests in after a `load` that kept them out."""
+        """Lets requests in after a `load` or transfer that kept them out."""
         self._fault = ""
+        self._open.set()
 
     def quarantine(self, reason: str) -> None:
-        """Refuses requests until the next `load` succeeds."""
+        """Refuses requests until the next `load` or transfer succeeds."""
         self._fault = f"is out of service: {reason}"
+        self._open.set()
 
     def close(self) -> None:
         """Forgets the engine, which ends."""
@@ -282,7 +285,7 @@ class EngineWeights:
             yield
         except BaseException:
             self._fault = "is out of service: its weights were not received"
-            self._end_update()
+            self._end_update(lets_in=True)
             raise
 
     @contextmanager

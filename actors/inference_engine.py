@@ -128,7 +128,6 @@ class Engine:
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
             await self.weights.until_awake()
-            self._require_ready()
             await self.weights.until_open()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)

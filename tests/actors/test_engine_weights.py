@@ -78,10 +78,16 @@ async def test_requests_that_come_while_weights_are_received_wait_as_they_do_for
     await transfer(engine.weights)
     await engine.weights.begin_transfer(UpdateMode.KEEP)
     request = Request(prompt_ids=[1], params=SamplingParams(), stop_ids=[])
-    asking = asyncio.create_task(anext(engine.generate(request, "r")))
+    first = asyncio.create_task(anext(engine.generate(request, "first")))
     await asyncio.sleep(0.01)
-    assert not asking.done() and not engine.is_ready
+    assert not first.done() and not engine.is_ready
     await engine.weights.end_transfer(V1, admits=False)
-    with pytest.raises(ServerNotReady, match="not proven yet"):  # and had it been admitted, it would be sampled now
-        await asking
-    assert not engine.is_ready
+    second = asyncio.create_task(anext(engine.generate(request, "second")))
+    await asyncio.sleep(0.01)
+    assert not (first.done() or second.done() or engine.is_ready), "the weights are not proven yet"
+    engine.weights.quarantine("its canary was silent")
+    for asking in (first, second):
+        with pytest.raises(ServerNotReady, match="its canary was silent"):
+            await asking
+    engine.weights.admit()
+    assert engine.is_ready
