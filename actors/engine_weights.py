@@ -70,6 +70,8 @@ class EngineWeights:
         self._open = asyncio.Event()
         self._open.set()
         self._fault = ""
+        self.is_receiving = False
+        """Whether a transfer is under way, so that what comes waits for it."""
         self.version: PolicyVersion | None = None
         """The version that samples the next token; None until one is set."""
         self.lora: Any = None
@@ -144,9 +146,13 @@ class EngineWeights:
             await self._llm.shutdown_weight_transfer_engine()
 
     async def begin_transfer(self, mode: UpdateMode) -> None:
-        """Stops sampling and makes ready to receive; until `end_transfer`, or a failure, no other update comes in."""
+        """Stops sampling and makes ready to receive; until `end_transfer`, or a failure, no other update comes in.
+
+        Requests that come meanwhile wait, as for a `load`: all servers receive at once, so none could take them.
+        """
         await self._update.acquire()
-        self._fault = "is out of service: its weights are being received"
+        self.is_receiving = True
+        self._open.clear()
         with self._releasing(), self._named("does not make ready for its weights"):
             await self._until_entered()
             await self._llm.pause_generation(mode=mode.value, clear_cache=False)
@@ -168,6 +174,12 @@ class EngineWeights:
             await self._wake_cache()
             await self._llm.resume_generation()
             self.version, self._fault = version, "" if admits else UNPROVEN
+        self._end_update(lets_in=admits)
+
+    def _end_update(self, *, lets_in: bool) -> None:
+        self.is_receiving = False
+        if lets_in:  # else those that wait do so until all is proven, since every other server is being proven too
+            self._open.set()
         self._update.release()
 
     async def sleep(self) -> None:
@@ -179,12 +191,14 @@ class EngineWeights:
             await self._llm.sleep(level=1 if self._config.lora_rank else 2, mode="abort")
 
     def admit(self) -> None:
-        """Lets requests in after a `load` that kept them out."""
+        """Lets requests in after a `load` or transfer that kept them out."""
         self._fault = ""
+        self._open.set()
 
     def quarantine(self, reason: str) -> None:
-        """Refuses requests until the next `load` succeeds."""
+        """Refuses requests until the next `load` or transfer succeeds."""
         self._fault = f"is out of service: {reason}"
+        self._open.set()
 
     def close(self) -> None:
         """Forgets the engine, which ends."""
@@ -266,11 +280,12 @@ class EngineWeights:
 
     @contextmanager
     def _releasing(self) -> Iterator[None]:
-        """When what is inside fails, the transfer is over, and another update may come in."""
+        """When what is inside fails, the transfer is over: nothing is sampled, and another update may come in."""
         try:
             yield
         except BaseException:
-            self._update.release()
+            self._fault = "is out of service: its weights were not received"
+            self._end_update(lets_in=True)
             raise
 
     @contextmanager

@@ -79,7 +79,7 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are sampled."""
-        return not self._is_draining and not self.weights.what_is_missing
+        return not (self._is_draining or self.weights.is_receiving or self.weights.what_is_missing)
 
     @property
     def num_running(self) -> int:
@@ -128,7 +128,6 @@ class Engine:
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
             await self.weights.until_awake()
-            self._require_ready()
             await self.weights.until_open()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)

@@ -9,7 +9,11 @@ import pytest
 from actors.engine_stats import EngineStats
 from actors.engine_weights import EngineWeights
 from actors.inference_config import ServerConfig, UpdateMode
-from actors.inference_errors import WeightSyncError
+from actors.inference_engine import Engine
+from actors.inference_errors import ServerNotReady, WeightSyncError
+from actors.inference_request import Request
+from envs.sampler import SamplingParams
+from tests.fakes.recording_llm import RecordingLLM
 from trajectories.schema import PolicyVersion
 
 V1 = PolicyVersion(lineage=0, n=1)
@@ -66,3 +70,24 @@ async def test_a_meeting_that_vllm_refuses_names_the_server() -> None:
     llm.broken = "shutdown_weight_transfer_engine"
     with pytest.raises(WeightSyncError, match="server-0 does not leave its learner"):
         await weights_of(llm).close_transfer()
+
+
+async def test_requests_that_come_while_weights_are_received_wait_as_they_do_for_a_load() -> None:
+    """All servers receive at once, so that whoever was refused by one would be refused by all, and end its rollout."""
+    engine = Engine(RecordingLLM(), ServerConfig(), "server-0", EngineStats())
+    await transfer(engine.weights)
+    await engine.weights.begin_transfer(UpdateMode.KEEP)
+    request = Request(prompt_ids=[1], params=SamplingParams(), stop_ids=[])
+    first = asyncio.create_task(anext(engine.generate(request, "first")))
+    await asyncio.sleep(0.01)
+    assert not first.done() and not engine.is_ready
+    await engine.weights.end_transfer(V1, admits=False)
+    second = asyncio.create_task(anext(engine.generate(request, "second")))
+    await asyncio.sleep(0.01)
+    assert not (first.done() or second.done() or engine.is_ready), "the weights are not proven yet"
+    engine.weights.quarantine("its canary was silent")
+    for asking in (first, second):
+        with pytest.raises(ServerNotReady, match="its canary was silent"):
+            await asking
+    engine.weights.admit()
+    assert engine.is_ready

