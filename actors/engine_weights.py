@@ -63,7 +63,7 @@ class EngineWeights:
         self._stats = stats
         self._num_running = num_running
         self._until_entered = until_entered
-        """Returns once vLLM has every request that was let in."""
+        """Returns once every request that was let in has its first token."""
         self._update = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()

@@ -7,6 +7,7 @@ meanwhile: actors/engine_weights.py.
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import time
@@ -26,7 +27,10 @@ from envs.errors import ContextLimit
 from envs.sampler import SamplingParams
 from trajectories.schema import PolicyVersion
 
-_ENTRY_POLL_S = 0.001
+logger = logging.getLogger(__name__)
+
+ENTRY_LIMIT_S = 10.0
+"""How long an update waits for the first tokens of requests that came before it."""
 PROBE_FIRST = -1
 """Priority of a probe: before every request."""
 
@@ -41,7 +45,9 @@ class Engine:
         self._admission = Admission(config.max_num_seqs, kv_capacity_tokens(llm.vllm_config.cache_config))
         self._is_draining = False
         self._entering: set[str] = set()
-        """Requests handed to vLLM of which nothing has come back yet."""
+        """Requests handed to vLLM that have no token yet."""
+        self._all_begun = asyncio.Event()
+        self._all_begun.set()
         self._num_probes = itertools.count()
         self.stats = stats
         self.weights = EngineWeights(
@@ -175,11 +181,20 @@ class Engine:
         self._is_draining = True
 
     async def _until_entered(self) -> None:
-        """Returns once vLLM has every request that was let in: what it has, its next pause comes after."""
-        while True:
-            if all(each in self._llm.output_processor.external_req_ids for each in self._entering):
-                return
-            await asyncio.sleep(_ENTRY_POLL_S)
+        """Returns once every request that was let in has its first token: one that has none would start anew after it.
+
+        A full KV cache may hold one back for long; after ENTRY_LIMIT_S it is left to go on as vLLM has it.
+        """
+        try:
+            async with asyncio.timeout(ENTRY_LIMIT_S):
+                await self._all_begun.wait()
+        except TimeoutError:
+            logger.warning("server=%s updates before %d requests began", self._name, len(self._entering))
+
+    def _begun(self, request_id: str) -> None:
+        self._entering.discard(request_id)
+        if not self._entering:
+            self._all_begun.set()
 
     def _require_ready(self) -> None:
         if self._is_draining:
@@ -198,15 +213,16 @@ class Engine:
             prompt, params, request_id=request_id, priority=priority, lora_request=self.weights.lora
         )
         self._entering.add(request_id)
+        self._all_begun.clear()
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._entering.discard(request_id)
+                    self._begun(request_id)
                     yield output
         except EngineDeadError as error:
             raise ServerGone(f"{self._name}: its vLLM engine died") from error
         finally:
-            self._entering.discard(request_id)
+            self._begun(request_id)
 
     def _version_starts(self, output: Any, request_id: str) -> list[tuple[str, int]]:
         """(label, first token) of each version that sampled this reply so far.
