@@ -16,7 +16,7 @@ demo: setup ## harvest, SFT, asynchronous RLOO and evaluation with the tiny poli
 
 test: lint unit marked ## everything CI runs: lint, then the quick tests, then those that start real services
 
-unit: setup ## the quick tests alone (about 80 s on two cores)
+unit: setup ## the quick tests alone (about a minute on two cores)
 	$(PY) -m pytest -q -n auto -m "not ($(MARKED) or exhaustive or gpu)" $(ARGS)
 
 marked: setup ## tests with real vLLM, Ray, sandboxes and gloo; those with both vLLM and Ray one after the other
