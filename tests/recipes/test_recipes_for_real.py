@@ -49,6 +49,7 @@ def test_two_ranks_and_two_servers_train_together(taught: Path, tmp_path: Path) 
     assert later and all(v.lineage == 1 and v.n >= 3 for group in later for v in versions(group))
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_published_to_servers_that_take_turns_with_the_learner(taught: Path, tmp_path: Path) -> None:
     config = rloo.Config(
         run=tmp_path / "rloo",
