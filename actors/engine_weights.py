@@ -88,12 +88,9 @@ class EngineWeights:
         assert self.version is not None, "a request checks first what is missing"
         return version_label(self.version)
 
-    async def until_awake(self) -> None:
-        """Returns when the engine does not sleep."""
-        await self._awake.wait()
-
     async def until_open(self) -> None:
-        """Returns when no weights are being replaced."""
+        """Returns when the engine does not sleep and no weights are being replaced."""
+        await self._awake.wait()
         await self._open.wait()
 
     async def set_version(self, version: PolicyVersion) -> None:
@@ -296,10 +293,8 @@ class EngineWeights:
             raise WeightSyncError(f"{self._name} {what}: {error}") from error
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        try:
+        with self._named(f"failed in the engine at {method}"):
             return await self._llm.collective_rpc(method, args=args)
-        except Exception as error:  # vLLM raises nothing narrower when a worker's method fails
-            raise WeightSyncError(f"{self._name}: {method} failed in the engine: {error}") from error
 
     async def _raise_if_corrupt(self, manifest: Manifest) -> None:
         """Checks the stage's digests while the engine goes on, in a thread: hashing 269 MB takes 0.1 s."""

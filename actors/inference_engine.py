@@ -133,7 +133,6 @@ class Engine:
             raise ContextLimit(f"prompt of {num_prompt} tokens, but {self._name} takes {limit - 1}")
         arrived = time.perf_counter()
         async with self._admission.slot(request.priority, num_prompt):
-            await self.weights.until_awake()
             await self.weights.until_open()
             self._require_ready()
             params = _vllm_params(request.params, request.stop_ids, self._config.stream_tokens)

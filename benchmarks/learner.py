@@ -1,6 +1,6 @@
 """The learner against TRL and a plain loop: SFT tokens per second and peak memory, and one whole RLOO step.
 
-    python -m benchmarks.learner --out benchmarks/results/learner-2-cores.json
+    python -m benchmarks.learner --out benchmarks/results/learner.json
     python -m benchmarks.learner --out F --only sft --steps 2
 
 SmolLM2-135M. SFT in float32, micro-batches of 2,048 packed tokens, loss on 60% of them; TRL in four configurations

@@ -1,6 +1,6 @@
 """What is left of sandboxes after their processes were killed at random moments, and one sweep.
 
-    python -m benchmarks.sandbox_kills --out benchmarks/results/sandbox_kills.json      # 200 kills, about 2 minutes
+    python -m benchmarks.sandbox_kills --out benchmarks/results/sandbox_kills.json    # 200 of each, 5 minutes
 
 A worker process holds a provider and keeps three sandboxes busy. The victim of each round is, in turn, the worker, its
 driver (the worker then ends at once, as rollout workers do when their node loses the driver), or a process of a box.
@@ -66,7 +66,7 @@ class Config:
 
     out: Path
     """File for the JSON."""
-    kills: int = 100
+    kills: int = 200
     """Of each provider."""
     deadline_s: float = 1200.0
     """The command fails when a provider's kills take longer than this."""

@@ -87,7 +87,7 @@ def worker_fleet(pool: RolloutPool) -> Fleet:
         name="rollout workers",
         wished=lambda wish: wish.workers,
         count=lambda: len(pool.fleet.serving()),
-        grow=lambda: pool.add_worker(),
+        grow=pool.add_worker,
         shrink=lambda: pool.remove_worker(pool.fleet.serving()[-1][0]),
     )
 
@@ -101,7 +101,7 @@ def server_fleet(pool: InferencePool) -> Fleet:
         name="inference servers",
         wished=lambda wish: wish.servers,
         count=lambda: len(pool.servers),
-        grow=lambda: pool.add(),
+        grow=pool.add,
         shrink=lambda: pool.remove(min(reversed(pool.servers), key=_is_sampling).name, DRAIN_S),
     )
 

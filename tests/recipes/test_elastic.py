@@ -127,7 +127,7 @@ async def test_a_server_that_is_down_goes_before_one_that_samples() -> None:
         removed.append(name)
 
     for servers in ((down, sampling), (sampling, down), (sampling, SimpleNamespace(name="s2", version=0))):
-        await server_fleet(cast(Any, SimpleNamespace(servers=servers, remove=remove))).shrink()
+        await server_fleet(cast(Any, SimpleNamespace(servers=servers, add=None, remove=remove))).shrink()
     assert removed == ["s0", "s0", "s2"], "among those that sample the youngest"
 
 
