@@ -138,6 +138,9 @@ class FakeServers:
     def metrics(self) -> dict[str, float]:
         return {}
 
+    async def add(self) -> None:
+        raise AssertionError("nobody wished for another server")
+
     async def until_one_is_up(self) -> None:
         self.num_restarts += 1
 
