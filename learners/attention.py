@@ -4,9 +4,10 @@ Invariant: a token attends to its own Sample's earlier tokens and to nothing els
 Called by decoder layers (learners/hugging_face.py registers it with transformers), which hand down the PackedLayout
 that learners/packing.py built.
 
-Everything but attention runs on the flat [T] tokens without padding. Attention alone is computed per bucket of
-Samples of like length, right-padded inside the kernel's input: under a causal mask no real token sees what is to its
-right, so the padding changes nothing, and no [T, T] mask is ever made.
+Everything but attention runs on the flat [T] tokens without padding, and only once on the tokens of a prefix that
+Samples have in common. Attention alone sees the Samples whole: S tokens, prefixes copied into each. It is computed per
+bucket of Samples of like length, right-padded inside the kernel's input: under a causal mask no real token sees what
+is to its right, so the padding changes nothing, and no [S, S] mask is ever made.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +42,26 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """Which packed token each token of the whole Samples is."""
+
+    sources: Tensor
+    """[S] int64: its index among the T packed tokens; those of a shared prefix occur several times."""
+    firsts: Tensor
+    """[T] int64: where each packed token occurs first."""
+    repeats: Tensor
+    """[S - T] int64: all other occurrences."""
+
+    def unfold(self, packed: Tensor) -> Tensor:
+        """[T, ...] -> [S, ...]."""
+        return _Unfold.apply(packed, self)
+
+    def fold(self, whole: Tensor) -> Tensor:
+        """[S, ...] -> [T, ...], of equals the first."""
+        return _Gather.apply(whole, self.firsts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
     """How packed tokens divide into Samples."""
 
@@ -48,12 +70,16 @@ class PackedLayout:
     buckets: tuple[Bucket, ...]
     boundaries: Tensor
     """[Samples + 1] int32: where each Sample starts, and where the last one ends."""
+    shared: SharedPrefixes | None = None
+    """None where every token is packed on its own."""
     parallel: SequenceParallel | None = None
     """Ranks that hold a slice of these tokens each; None where this rank holds all of them."""
 
 
-def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-    """The layout of Samples that lie one after the other, longest first.
+def packed_layout(
+    lengths: Sequence[int], device: torch.device | str = "cpu", sources: Tensor | None = None
+) -> PackedLayout:
+    """The layout of Samples that lie one after the other, longest first; `sources` as in SharedPrefixes.
 
     lengths [5, 5, 2] -> buckets [5, 5] without padding and [2].
     """
@@ -67,7 +93,18 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
             buckets.append(bucket)
             start, first = bucket.stop, last
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return PackedLayout(lengths=tuple(lengths), buckets=tuple(buckets), boundaries=boundaries)
+    shared = None if sources is None else _shared_prefixes(sources, device)
+    return PackedLayout(lengths=tuple(lengths), buckets=tuple(buckets), boundaries=boundaries, shared=shared)
+
+
+def _shared_prefixes(sources: Tensor, device: torch.device | str) -> SharedPrefixes:
+    _, firsts = np.unique(sources.cpu().numpy(), return_index=True)
+    repeats = np.setdiff1d(np.arange(sources.numel()), firsts)
+    return SharedPrefixes(
+        sources=sources.to(device),
+        firsts=torch.from_numpy(firsts).to(device),
+        repeats=torch.from_numpy(repeats).to(device),
+    )
 
 
 def _bucket(lengths: Sequence[int], start: int, device: torch.device | str) -> Bucket:
@@ -112,8 +149,24 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
+class _Unfold(torch.autograd.Function):
+    """Packed tokens [T, ...] laid out as whole Samples [S, ...]; gradients of the copies add up."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, shared: SharedPrefixes) -> Tensor:
+        ctx.shared = shared
+        return packed.index_select(0, shared.sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shared: SharedPrefixes = ctx.shared
+        packed = grad.index_select(0, shared.firsts)
+        owners = shared.sources.index_select(0, shared.repeats)
+        return packed.index_add_(0, owners, grad.index_select(0, shared.repeats)), None
+
+
 Kernel = Callable[[PackedLayout, Tensor, Tensor, Tensor, float], Tensor]
-"""(layout, query [T, heads, dim], key and value [T, kv heads, dim], scale) -> [T, heads, dim]."""
+"""(layout, query [S, heads, dim], key and value [S, kv heads, dim], scale) -> [S, heads, dim]."""
 
 
 def attend_buckets(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -160,10 +213,16 @@ def packed_attention(
             "lower the context limit below the window"
         )
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    if layout.parallel is None:
-        return kernel(layout, query, key, value, scaling).unsqueeze(0), None
-    attended = kernel(layout, *layout.parallel.to_heads(query, key, value), scaling)
-    return layout.parallel.to_tokens(attended).unsqueeze(0), None
+    if layout.parallel is not None:
+        query, key, value = layout.parallel.to_heads(query, key, value)
+    if layout.shared is None:
+        attended = kernel(layout, query, key, value, scaling)
+    else:
+        query, key, value = map(layout.shared.unfold, (query, key, value))
+        attended = layout.shared.fold(kernel(layout, query, key, value, scaling))
+    if layout.parallel is not None:
+        attended = layout.parallel.to_tokens(attended)
+    return attended.unsqueeze(0), None
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

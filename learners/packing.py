@@ -1,7 +1,11 @@
-"""Packing: Samples laid one after the other into flat tensors, without padding.
+"""Packing: Samples laid one after the other into flat tensors, without padding, a common prefix only once.
 
 Invariant: positions restart at each Sample, and the layout keeps attention inside it, so a packed Sample is computed
 as if it stood alone. Called by learners/learner.py for each micro-batch.
+
+The members of a Group begin with the same prompt, and branches of a Trajectory with the same turns. A token's hidden
+state depends on what is before it alone, so equal beginnings have equal states and need computing once; what is
+trained in them makes no difference.
 """
 
 from collections.abc import Sequence
@@ -9,11 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learners.attention import PackedLayout, packed_layout
 from learners.sequence_parallel import SequenceParallel
 from trajectories.samples import Sample
+
+SHARED_MIN = 0.05
+"""Prefixes are shared where that saves at least this part of the tokens: less does not pay for copying them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +36,7 @@ class WeightedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A micro-batch: T tokens of which N are trained."""
+    """A micro-batch: T tokens, N trained ones. Where Samples share tokens, S >= T are those of the whole Samples."""
 
     ids_T: Tensor
     """[T] int64."""
@@ -59,26 +67,60 @@ def pack(samples: Sequence[WeightedSample], device: torch.device | str = "cpu") 
         return pack([WeightedSample(sample=_filler(), advantage=0.0, weight=0.0)], device)
     order = sorted(range(len(samples)), key=lambda index: -len(samples[index].sample.ids))
     lengths = [len(samples[index].sample.ids) for index in order]
-    mask_T = np.concatenate([samples[index].sample.mask for index in order])
-    ids_T = np.concatenate([samples[index].sample.ids for index in order]).astype(np.int64)
-    trained_N = np.flatnonzero(mask_T)
-    owners_T = np.repeat(np.asarray(order), lengths)
-    members_N = owners_T[trained_N]
+    ids_S = np.concatenate([samples[index].sample.ids for index in order]).astype(np.int64)
+    positions_S = np.concatenate([np.arange(length) for length in lengths])
+    trained_N = np.flatnonzero(np.concatenate([samples[index].sample.mask for index in order]))
+    members_N = np.repeat(np.asarray(order), lengths)[trained_N]
+    sources_S = _sources([samples[index].sample.ids for index in order])
+    num_tokens = int(sources_S.max()) + 1
+    is_shared = len(ids_S) - num_tokens >= SHARED_MIN * len(ids_S)
+    if not is_shared:
+        sources_S, num_tokens = np.arange(len(ids_S)), len(ids_S)
+    ids_T, positions_T = np.empty((2, num_tokens), np.int64)
+    ids_T[sources_S], positions_T[sources_S] = ids_S, positions_S
     columns = {
         "ids_T": ids_T,
-        "positions_T": np.concatenate([np.arange(length) for length in lengths]),
-        "predictors_N": trained_N - 1,
-        "targets_N": ids_T[trained_N],
+        "positions_T": positions_T,
+        "predictors_N": sources_S[trained_N - 1],
+        "targets_N": ids_S[trained_N],
         "behaviour_N": np.concatenate([samples[index].sample.logprobs for index in order])[trained_N],
         "advantages_N": np.asarray([s.advantage for s in samples], np.float32)[members_N],
         "weights_N": np.asarray([s.weight for s in samples], np.float32)[members_N],
         "members_N": members_N,
     }
     return PackedBatch(
-        layout=packed_layout(lengths, device),
+        layout=packed_layout(lengths, device, torch.from_numpy(sources_S) if is_shared else None),
         num_samples=len(samples),
         **{name: torch.from_numpy(column).to(device) for name, column in columns.items()},
     )
+
+
+def _sources(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """[S] the packed token that each token of the sequences is, laid one after the other.
+
+    In the order of a dictionary, what a sequence has in common with any before it, it has with the one just before.
+    [7, 8, 9], [7, 8, 5] -> 0 1 3, 0 1 2
+    """
+    starts = np.cumsum([0, *map(len, sequences)])
+    sources_S = np.empty(starts[-1], np.int64)
+    before, num_tokens = sequences[0][:0], 0
+    sources_before = sources_S[:0]
+    for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
+        ids = sequences[index]
+        common = _num_common(before, ids)
+        sources = sources_S[starts[index] : starts[index + 1]]
+        sources[:common] = sources_before[:common]
+        sources[common:] = np.arange(num_tokens, num_tokens + len(ids) - common)
+        num_tokens += len(ids) - common
+        before, sources_before = ids, sources
+    return sources_S
+
+
+def _num_common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """Length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def share(batch: PackedBatch, parallel: SequenceParallel) -> PackedBatch:
@@ -87,10 +129,12 @@ def share(batch: PackedBatch, parallel: SequenceParallel) -> PackedBatch:
 
     Untrained Samples of one token fill up to a multiple of the ranks.
     """
-    device = batch.ids_T.device
-    num_fillers = -batch.ids_T.numel() % parallel.size
-    layout = packed_layout([*batch.layout.lengths, *[1] * num_fillers], device)
-    fillers = torch.zeros(num_fillers, dtype=torch.int64, device=device)
+    device, num_tokens = batch.ids_T.device, batch.ids_T.numel()
+    fillers = torch.zeros(-num_tokens % parallel.size, dtype=torch.int64, device=device)
+    sources = None
+    if batch.layout.shared is not None:
+        sources = torch.cat([batch.layout.shared.sources, num_tokens + torch.arange(len(fillers), device=device)])
+    layout = packed_layout([*batch.layout.lengths, *[1] * len(fillers)], device, sources)
     num_here = _tokens_per_rank(batch, parallel)
     start = parallel.rank * num_here
     is_here_N = is_here(batch, parallel)

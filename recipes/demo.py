@@ -13,6 +13,7 @@ Everything that is chosen by a threshold is chosen on tasks of the training spli
     python -m recipes.demo --policy smollm2
 """
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
@@ -67,7 +68,7 @@ async def main(config: Config) -> dict[str, Any]:
             rloo_done = await stages.rloo("rloo", stages.model("sft"))
             await stages.sft("control", stages.model("sft"), max_seconds=rloo_done["seconds"])
             policies = {"base": base} | {name: stages.model(name) for name in ("sft", "rloo", "control")}
-            scores = {name: await stages.evaluate(name, model) for name, model in policies.items()}
+            scores = await stages.evaluate(policies)
             taught = await stages.teach(stages.model("rloo"))
         summary = _summary(config, stages, harvested, rloo_done, scores, taught)
         run.summary(summary)
@@ -131,15 +132,25 @@ class _Stages:
         )
         return await self._timed(stage, rloo.main, config)
 
-    async def evaluate(self, name: str, model: Path) -> dict[str, Any]:
-        config = evaluate.Config(
-            run=self._root / f"evaluate-{name}",
-            tasks=f"shell:heldout[:{self.num_heldout}]",
-            greedy=True,
-            policy=PolicyConfig(model=str(model), pool=self._preset.pool),
-            episode=self._preset.episode,
-        )
-        return await self._timed(f"evaluate-{name}", evaluate.main, config)
+    async def evaluate(self, policies: dict[str, Path]) -> dict[str, dict[str, Any]]:
+        """Two at a time: while the engine of one starts, the other plays."""
+        free = asyncio.Semaphore(2)
+
+        async def play(name: str, model: Path) -> dict[str, Any]:
+            config = evaluate.Config(
+                run=self._root / f"evaluate-{name}",
+                tasks=f"shell:heldout[:{self.num_heldout}]",
+                greedy=True,
+                policy=PolicyConfig(model=str(model), pool=self._preset.pool),
+                episode=self._preset.episode,
+            )
+            async with free:
+                return await evaluate.main(config)
+
+        async def play_all(policies: dict[str, Path]) -> dict[str, Any]:
+            return dict(zip(policies, await asyncio.gather(*(play(*each) for each in policies.items())), strict=True))
+
+        return await self._timed("evaluate", play_all, policies)
 
     async def teach(self, teacher: Path) -> dict[str, Any]:
         """A harvest from the trained policy; its solved Trajectories are exported in both forms."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ class Bar:
         self._began = self._line_at = time.monotonic()
         self._line_every_s = line_every_s
         self._live = live
-        self._task = None if live is None else live.add_task(description, total=total, completed=completed, note="")
+        if live is not None:
+            if not live.task_ids:
+                live.start()
+            self._task = live.add_task(description, total=total, completed=completed, note="")
 
     def advance(self, count: int = 1, *, note: str = "") -> None:
         """Counts `count` more; `note` is shown behind the rate."""
@@ -53,42 +57,44 @@ class Bar:
 
     def close(self) -> None:
         """Takes the bar off the terminal and leaves its last line in the log."""
+        self.hide()
+        logger.info("%s", self.line())
+
+    def hide(self) -> None:
+        """Takes the bar off the terminal, which is given back with the last one; safe to call twice."""
         if self._live is not None:
             self._live.remove_task(self._task)
-        logger.info("%s", self.line())
+            if not self._live.task_ids:
+                self._live.stop()
+            self._live = None
 
 
 class ProgressDisplay:
-    """The bars of one run, drawn on standard error."""
+    """The bars of one run, drawn on standard error; runs in one process share the terminal."""
 
     def __init__(self, *, line_every_s: float = LINE_EVERY_S) -> None:
         self._line_every_s = line_every_s
-        self._live: Any = None
-        self._num_bars = 0
+        self._bars: list[Bar] = []
 
     @contextmanager
     def bar(self, description: str, total: int | None, *, completed: int = 0) -> Iterator[Bar]:
         """A bar for the length of the block."""
-        if self._live is None and sys.stderr.isatty():
-            self._live = _rich_progress()
-        if self._num_bars == 0 and self._live is not None:
-            self._live.start()
-        self._num_bars += 1
-        bar = Bar(description, total, completed, self._live, self._line_every_s)
+        live = _rich_progress() if sys.stderr.isatty() else None
+        bar = Bar(description, total, completed, live, self._line_every_s)
+        self._bars.append(bar)
         try:
             yield bar
         finally:
             bar.close()
-            self._num_bars -= 1
-            if self._num_bars == 0:
-                self.stop()
+            self._bars.remove(bar)
 
     def stop(self) -> None:
-        """Gives the terminal back; safe to call twice."""
-        if self._live is not None:
-            self._live.stop()
+        """Gives the terminal back, whatever block was left open; safe to call twice."""
+        for bar in self._bars:
+            bar.hide()
 
 
+@cache
 def _rich_progress() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn

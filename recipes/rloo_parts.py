@@ -33,6 +33,7 @@ from recipes.resume import learn_of_stored_groups, restore, reuse_groups, task_s
 from recipes.run import Run
 from recipes.schedule import Schedule
 from recipes.side_evaluation import SideEvaluation, start_side_evaluation
+from recipes.together import enter_both
 from recipes.totals import Totals
 from recipes.transports import (
     evaluation_sync,
@@ -136,12 +137,14 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     await stack.enter_async_context(start_cluster(config.cluster))
     _require_room(config)
     places = await stack.enter_async_context(shared_places(config))
-    learner = await stack.enter_async_context(
-        start_learner_group(config.learners, _learner_config(config, model), model=model, store=store, places=places)
+    ranks = start_learner_group(
+        config.learners, _learner_config(config, model), model=model, store=store, places=places
     )
-    servers = await stack.enter_async_context(
-        start_inference_pool(serving(config), model=model, version=None, places=places)
-    )
+    pool = start_inference_pool(serving(config), model=model, version=None, places=places)
+    if places:  # each engine measures what its GPU has left, so nobody else may be starting there
+        learner, servers = await stack.enter_async_context(ranks), await stack.enter_async_context(pool)
+    else:
+        learner, servers = await enter_both(stack, ranks, pool)
     version = await restore(run, learner, ledger)
     prefix = f"lineage-{version.lineage}"
     rollouts = await stack.enter_async_context(

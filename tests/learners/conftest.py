@@ -1,6 +1,7 @@
 """A tiny policy and stored Samples that learner tests share."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,15 @@ def make_samples(lengths: list[int], *, seed: int = 0, vocabulary: int = 200) ->
             )
         )
     return samples
+
+
+def with_prefix(samples: list[Sample], length: int) -> list[Sample]:
+    """The same Samples, all that are longer than `length` beginning with the same ids."""
+    prefix = samples[0].ids[:length]
+    return [
+        replace(sample, ids=np.concatenate([prefix, sample.ids[length:]])) if len(sample.ids) > length else sample
+        for sample in samples
+    ]
 
 
 def store_samples(directory: Path, samples: list[Sample]) -> list[SizedSample]:

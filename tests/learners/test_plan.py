@@ -111,6 +111,13 @@ def test_bins_are_balanced_by_hand() -> None:
     assert balanced_bins([3, 3, 2], num_ranks=2, max_tokens=8) == [[0, 2], [1]]
 
 
+def test_a_group_stays_together_where_ranks_wait_no_longer_for_it() -> None:
+    halves = [4, 4, 3, 3]
+    assert balanced_bins(halves, num_ranks=1, max_tokens=8, in_order=True) == [[0, 1], [2, 3]]
+    assert balanced_bins(halves, num_ranks=2, max_tokens=8, in_order=True) == [[0, 2], [1, 3]], "8 and 6 is a wait"
+    assert balanced_bins([5, 2, 4, 1], num_ranks=1, max_tokens=6, in_order=True) == [[0, 3], [2, 1]], "7 do not fit"
+
+
 def test_a_sample_over_the_limit_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="a Sample of 20 tokens exceeds max_tokens=16; raise"):
         balanced_bins([20], num_ranks=1, max_tokens=16)
@@ -120,11 +127,12 @@ def test_a_sample_over_the_limit_is_refused_with_the_remedy() -> None:
     lengths=st.lists(st.integers(1, 64), max_size=60),
     num_ranks=st.integers(1, 4),
     max_tokens=st.sampled_from([64, 100]),
+    in_order=st.booleans(),
 )
 def test_bins_hold_each_sample_once_within_the_limit_and_divide_over_ranks(
-    lengths: list[int], num_ranks: int, max_tokens: int
+    lengths: list[int], num_ranks: int, max_tokens: int, in_order: bool
 ) -> None:
-    bins = balanced_bins(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+    bins = balanced_bins(lengths, num_ranks=num_ranks, max_tokens=max_tokens, in_order=in_order)
     assert sorted(item for bin_ in bins for item in bin_) == list(range(len(lengths)))
     assert all(sum(lengths[item] for item in bin_) <= max_tokens for bin_ in bins)
     assert len(bins) % num_ranks == 0

@@ -14,7 +14,7 @@ from learners.config import LearnerConfig, LossConfig, LossKind, Schedule
 from learners.learner import Learner
 from learners.plan import BatchPlan, SizedSample, plan_samples
 from learners.process_group import init_process_group
-from tests.learners.conftest import make_samples, store_samples
+from tests.learners.conftest import make_samples, store_samples, with_prefix
 
 CONFIG = LearnerConfig(lr=2e-4, schedule=Schedule.LINEAR, warmup_steps=1, total_steps=9, max_tokens=128)
 LENGTHS = [33, 5, 64, 61, 2, 60, 17, 40, 90]
@@ -81,7 +81,7 @@ def run_rank(
 def test_ranks_give_the_losses_updates_and_checkpoint_of_one(
     tiny_model: Path, tmp_path: Path, num_ranks: int, sequence_parallel: int
 ) -> None:
-    sized = store_samples(tmp_path / "store", make_samples(LENGTHS))
+    sized = store_samples(tmp_path / "store", with_prefix(make_samples(LENGTHS), 20))
     context = get_context("spawn")
     results = context.Queue()
     arguments = (num_ranks, sequence_parallel, tiny_model, sized, tmp_path, results)

@@ -10,9 +10,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from recipes import progress
 from recipes.event_log import read_history
 from recipes.progress import ProgressDisplay
 from recipes.run import Run, finished_summary
@@ -204,6 +206,26 @@ def test_log_lines_are_seconds_apart(caplog: pytest.LogCaptureFixture):
             bar.advance()
         assert caplog.records == []
     assert [record.message.split(",")[0] for record in caplog.records] == ["harvesting 100"]
+
+
+def test_two_runs_share_one_terminal_and_the_last_bar_gives_it_back(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    live = Mock(task_ids=[])
+    live.start.side_effect = lambda: calls.append("start")
+    live.stop.side_effect = lambda: calls.append("stop")
+    live.add_task.side_effect = lambda name, **_: live.task_ids.append(name) or name
+    live.remove_task.side_effect = live.task_ids.remove
+    monkeypatch.setattr(progress, "_rich_progress", lambda: live)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    one, other = ProgressDisplay(), ProgressDisplay()
+    with one.bar("sft", 4):
+        left = other.bar("rloo", 4)
+        left.__enter__()
+    assert calls == ["start"], "the other run still draws"
+    other.stop()
+    assert calls == ["start", "stop"]
+    left.__exit__(None, None, None)
+    assert calls == ["start", "stop"]
 
 
 @pytest.mark.slow
