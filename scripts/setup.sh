@@ -59,7 +59,7 @@ install_lock() {
   say "installing $(grep -c == "$lock") locked packages into .venv (about half a minute, and the download)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$uv" >"$log" 2>&1 ||
     { cat "$log" >&2; fail "pip could not install $uv." "Check that pip reaches its package index, then run make again."; }
-  bash scripts/uv.sh pip install --no-deps --python .venv/bin/python -r "$lock" >"$log" 2>&1 && return
+  bash scripts/uv.sh pip install --no-deps --compile-bytecode --python .venv/bin/python -r "$lock" >"$log" 2>&1 && return
   cat "$log" >&2
   if grep -q 'no version of torch==' "$log"; then
     fail "$(grep '^torch==' "$lock") was not found; it is on PyTorch's CPU wheel index, not on the default one." \
