@@ -20,7 +20,7 @@ from actors.cluster import Resources
 from actors.errors import ActorDied, CheckpointFailed, DeadlineMissed, LearnerLost
 from actors.inference_config import Transport
 from actors.learner_rank import LearnerRank
-from actors.placement import SHARED_GPU, Place
+from actors.placement import SHARED_GPU, Place, unplaced
 from actors.vllm_transfer import Sending, TransferConfig
 from actors.weight_stage import Manifest
 from learners.config import LearnerConfig, LossConfig
@@ -78,7 +78,7 @@ class LearnerGroup:
         """Into how many parts a plan divides a step (its `num_ranks`)."""
 
     async def start(self) -> None:
-        """Starts all ranks on the first weights; LearnerLost when one dies meanwhile."""
+        """Starts all ranks on the first weights; LearnerLost when one dies meanwhile, PlacementError without room."""
         try:
             await self._start()
         except ActorDied as error:
@@ -96,13 +96,16 @@ class LearnerGroup:
             for rank, here in enumerate(at or [{}] * config.num_ranks)
         ]
         limit = config.start_deadline_s
-        address = await call(self._ranks[0].rendezvous, deadline_s=limit, what="start of learner rank 0")
-        built = await asyncio.gather(
-            *(
-                call(rank.build, address, deadline_s=limit, what=f"build of learner rank {index}")
-                for index, rank in enumerate(self._ranks)
+        try:
+            address = await call(self._ranks[0].rendezvous, deadline_s=limit, what="start of learner rank 0")
+            built = await asyncio.gather(
+                *(
+                    call(rank.build, address, deadline_s=limit, what=f"build of learner rank {index}")
+                    for index, rank in enumerate(self._ranks)
+                )
             )
-        )
+        except DeadlineMissed as error:
+            raise unplaced(error, config.resources) from error
         self.world_size, self.sharding = built[0]
 
     async def restart(self) -> None:

@@ -1,7 +1,7 @@
 """Places for actors: placement groups that come within a deadline, or an error that names what is missing.
 
 Invariant: either every bundle is reserved or none is. Called by actors/inference_pool.py, and by recipes for what two
-fleets share; actors/rollout_pool.py names with `missing` what keeps a worker from starting.
+fleets share; actors/rollout_pool.py and actors/learner_group.py name with `unplaced` what keeps one from starting.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.errors import PlacementError
+from actors.cluster import Resources
+from actors.errors import ClusterError, DeadlineMissed, PlacementError
 
 Place = PlacementGroupSchedulingStrategy
 """Where one actor goes."""
@@ -77,6 +78,12 @@ def missing(bundles: Sequence[Mapping[str, float]], *, held: Sequence[Mapping[st
         for name, amount in wanted.items()
         if free[name] < amount
     )
+
+
+def unplaced(error: DeadlineMissed, each: Resources) -> ClusterError:
+    """What kept an actor that takes `each` from starting: a PlacementError where it was a resource, else `error`."""
+    lacking = missing([{"CPU": each.num_cpus, "GPU": each.num_gpus}])
+    return PlacementError(f"{error}; missing: {lacking}; add nodes or ask for fewer") if lacking else error
 
 
 def _sums(bundles: Sequence[Mapping[str, float]]) -> "Counter[str]":

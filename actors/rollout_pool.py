@@ -18,8 +18,8 @@ import ray
 from actors.calls import call
 from actors.cluster import Resources
 from actors.creation_gate import start_creation_gate
-from actors.errors import ClusterError, DeadlineMissed, PlacementError
-from actors.placement import missing
+from actors.errors import ClusterError, DeadlineMissed
+from actors.placement import unplaced
 from actors.rollout_fleet import RolloutFleet
 from actors.rollout_stream import GroupRequest, RolloutStream, cancel_all
 from actors.rollout_worker import EpisodeBuilder, RolloutWorkerActor
@@ -131,17 +131,11 @@ class RolloutPool:
             pid = await call(worker.pid, deadline_s=limit, what=f"process of rollout worker {index}")
         except DeadlineMissed as error:
             self._end_worker(worker)
-            raise self._unplaced(error) from error
+            raise unplaced(error, self._config.resources) from error
         except BaseException:
             self._end_worker(worker)
             raise
         return self.fleet.add(worker, segment, pid)
-
-    def _unplaced(self, error: DeadlineMissed) -> ClusterError:
-        """What kept a worker from starting, where it was a resource."""
-        each = self._config.resources
-        lacking = missing([{"CPU": each.num_cpus, "GPU": each.num_gpus}])
-        return PlacementError(f"{error}; missing: {lacking}; add nodes or ask for fewer") if lacking else error
 
     async def remove_worker(self, index: int) -> None:
         """Ends a worker after its last Group; it takes no more of them from now on. ValueError for the last one."""

@@ -56,11 +56,23 @@ async def main(config: Config) -> None:
     async with start_cluster(ClusterConfig()):
         for policy in config.policies:
             figures |= await measure_ratio(policy, config)
+            _write(config, hardware, figures)
         figures |= await measure_routing("tiny", config)
-    result = {"hardware": hardware, "figures": {name: round(value, 4) for name, value in figures.items()}}
+    print(_write(config, hardware, figures))
+
+
+def _write(config: Config, hardware: dict[str, Any], figures: Mapping[str, float]) -> str:
+    """What is measured so far, into the file."""
+    rounded = {name: round(value, 4) for name, value in figures.items()}
+    command = "python -m benchmarks.inference " + " ".join(sys.argv[1:])
+    text = json.dumps({"command": command, "hardware": hardware, "figures": rounded}, indent=2)
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    config.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    config.out.write_text(text + "\n")
+    return text
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 async def measure_ratio(policy: str, config: Config) -> dict[str, float]:
@@ -74,7 +86,10 @@ async def measure_ratio(policy: str, config: Config) -> dict[str, float]:
         player = Player(model, pool.sampler())
         for kind, shape in SHAPES.items():
             num = config.conversations
-            rounds = [await _round(pool, player, raw, shape, num, seed) for seed in range(config.rounds + 1)]
+            rounds: list[dict[str, float]] = []
+            for seed in range(config.rounds + 1):
+                rounds.append(await _round(pool, player, raw, shape, num, seed))
+                _say(f"{policy} {kind} round {seed} of {config.rounds}: {rounds[-1]}")
             figures |= {f"{kind}_{name}_{policy}": value for name, value in _medians(rounds[1:]).items()}
     return figures
 

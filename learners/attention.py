@@ -31,7 +31,7 @@ class Bucket:
     """Neighbouring Samples of like length."""
 
     start: int
-    """First token of the bucket among the packed tokens."""
+    """First token of the bucket among those of the whole Samples."""
     stop: int
     """One past its last token."""
     num_samples: int
@@ -160,9 +160,9 @@ class _Unfold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shared: SharedPrefixes = ctx.shared
-        packed = grad.index_select(0, shared.firsts)
+        packed = grad.index_select(0, shared.firsts).float()  # many copies: half precision would lose what they add
         owners = shared.sources.index_select(0, shared.repeats)
-        return packed.index_add_(0, owners, grad.index_select(0, shared.repeats)), None
+        return packed.index_add_(0, owners, grad.index_select(0, shared.repeats).float()).to(grad.dtype), None
 
 
 Kernel = Callable[[PackedLayout, Tensor, Tensor, Tensor, float], Tensor]

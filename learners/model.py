@@ -53,7 +53,7 @@ class PolicyNetwork(nn.Module):
             layout=batch.layout,
         ).last_hidden_state[0]
         return token_logprobs(
-            hidden_TH[batch.predictors_N],
+            _rows(hidden_TH, batch.predictors_N),
             self.causal_lm.lm_head.weight,
             batch.targets_N,
             temperature=temperature,
@@ -63,6 +63,11 @@ class PolicyNetwork(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, parameter), a tied lm_head only once, under the name of the embedding."""
         return self.causal_lm.named_parameters()
+
+
+def _rows(hidden_TH: Tensor, rows_N: Tensor) -> Tensor:
+    """Rows that may repeat; of two ways the one whose gradients add up in the same order each time on this device."""
+    return hidden_TH[rows_N] if hidden_TH.is_cuda else hidden_TH.index_select(0, rows_N)
 
 
 def load_policy(config: LearnerConfig, model: Path, *, world_size: int) -> PolicyNetwork:

@@ -1,7 +1,7 @@
 """Packing: Samples laid one after the other into flat tensors, without padding, a common prefix only once.
 
-Invariant: positions restart at each Sample, and the layout keeps attention inside it, so a packed Sample is computed
-as if it stood alone. Called by learners/learner.py for each micro-batch.
+Invariant: a token has its position in its Sample, and the layout keeps attention inside it, so a packed Sample is
+computed as if it stood alone. Called by learners/learner.py for each micro-batch.
 
 The members of a Group begin with the same prompt, and branches of a Trajectory with the same turns. A token's hidden
 state depends on what is before it alone, so equal beginnings have equal states and need computing once; what is
@@ -41,7 +41,7 @@ class PackedBatch:
     ids_T: Tensor
     """[T] int64."""
     positions_T: Tensor
-    """[T] int64, from 0 in each Sample."""
+    """[T] int64, in its Sample, from 0."""
     layout: PackedLayout
     predictors_N: Tensor
     """[N] int64: the token before each trained one, whose hidden state predicts it."""
@@ -59,7 +59,8 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[WeightedSample], device: torch.device | str = "cpu") -> PackedBatch:
-    """The Samples as one micro-batch, longest first.
+    """The Samples as one micro-batch: layout and trained tokens longest Sample first, T tokens in that order too unless
+    some are shared.
 
     No Samples give a single untrained token: a rank without work still walks through the model with the others.
     """

@@ -21,7 +21,7 @@ from trajectories.schema import DEFAULT_TREATMENTS, Outcome, Treatment
 from trajectories.validity import member_rewards
 
 MAX_IMBALANCE = 0.05
-"""Time that keeping a Group's members together may cost when ranks wait for each other."""
+"""Tokens more, counted whole, that the slowest ranks may get so that a Group's members stay together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +230,9 @@ def balanced_bins(
     """Indices of `lengths` in bins of at most `max_tokens`, a multiple of `num_ranks` of them, of nearly equal load.
 
     Bins come heaviest first, so that the ranks' k-th micro-batches (bins k * num_ranks and on) weigh about the same.
-    `in_order` keeps neighbours together where that makes ranks wait little longer for each other: members of a Group
-    have their prompt in common, which a micro-batch computes once.
+    `in_order` keeps neighbours together where the limit allows it and ranks wait little longer for each other, however
+    the load of one rank's bins differs: members of a Group have their prompt in common, which a micro-batch computes
+    once.
     lengths [3, 3, 2], 2 ranks, 8 tokens -> [[0, 2], [1]]
     """
     if lengths and max(lengths) > max_tokens:

@@ -145,10 +145,13 @@ class _Stages:
                 episode=self._preset.episode,
             )
             async with free:
+                print(f"== evaluate-{name}", flush=True)
                 return await evaluate.main(config)
 
         async def play_all(policies: dict[str, Path]) -> dict[str, Any]:
-            return dict(zip(policies, await asyncio.gather(*(play(*each) for each in policies.items())), strict=True))
+            async with asyncio.TaskGroup() as group:
+                playing = {name: group.create_task(play(name, model)) for name, model in policies.items()}
+            return {name: played.result() for name, played in playing.items()}
 
         return await self._timed("evaluate", play_all, policies)
 

@@ -90,7 +90,7 @@ async def main(config: Config) -> dict[str, Any]:
         run.summary(summary | {"finished": "budget_exceeded" not in summary})  # last: nothing is left to do then
         for name, part in (("sampled", summary), ("greedy", summary.get("greedy"))):
             if part:
-                print(_line(name, part))
+                print(f"{config.run.name} {_line(name, part)}")
         return summary
 
 
@@ -106,7 +106,7 @@ async def _evaluate(
         episode=episode,
         rollouts=config.rollouts,
         store=config.run / name,
-        what=f"evaluating {config.tasks}",
+        what=f"{config.run.name}: {config.tasks}",
     )
     return summarize_evaluation(handles) | facts
 

@@ -136,15 +136,7 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
     await wait_for_writers(store)
     await stack.enter_async_context(start_cluster(config.cluster))
     _require_room(config)
-    places = await stack.enter_async_context(shared_places(config))
-    ranks = start_learner_group(
-        config.learners, _learner_config(config, model), model=model, store=store, places=places
-    )
-    pool = start_inference_pool(serving(config), model=model, version=None, places=places)
-    if places:  # each engine measures what its GPU has left, so nobody else may be starting there
-        learner, servers = await stack.enter_async_context(ranks), await stack.enter_async_context(pool)
-    else:
-        learner, servers = await enter_both(stack, ranks, pool)
+    learner, servers = await _start_engines(config, stack, model, store)
     version = await restore(run, learner, ledger)
     prefix = f"lineage-{version.lineage}"
     rollouts = await stack.enter_async_context(
@@ -214,6 +206,20 @@ async def assemble(config: "Config", run: Run, stack: AsyncExitStack) -> Parts:
         ),
         evaluation=evaluation,
     )
+
+
+async def _start_engines(
+    config: "Config", stack: AsyncExitStack, model: Path, store: Path
+) -> tuple[LearnerGroup, InferencePool]:
+    """The learner and the servers, which sample nothing yet; at once, since each takes long to start."""
+    places = await stack.enter_async_context(shared_places(config))
+    ranks = start_learner_group(
+        config.learners, _learner_config(config, model), model=model, store=store, places=places
+    )
+    servers = start_inference_pool(serving(config), model=model, version=None, places=places)
+    if places:  # an engine measures what its GPU has left, so nobody else may be starting there
+        return await stack.enter_async_context(ranks), await stack.enter_async_context(servers)
+    return await enter_both(stack, ranks, servers)
 
 
 async def restore_learner(config: "Config", run: Run, parts: Parts, lost: LearnerLost) -> None:

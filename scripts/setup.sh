@@ -56,7 +56,7 @@ find_python() {
 install_lock() {
   local uv log=.venv/install.log
   uv=$(grep -m1 '^uv==' "$lock")
-  say "installing $(grep -c == "$lock") locked packages into .venv (about half a minute, and the download)"
+  say "installing $(grep -c == "$lock") locked packages into .venv (about a minute, and the download)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$uv" >"$log" 2>&1 ||
     { cat "$log" >&2; fail "pip could not install $uv." "Check that pip reaches its package index, then run make again."; }
   bash scripts/uv.sh pip install --no-deps --compile-bytecode --python .venv/bin/python -r "$lock" >"$log" 2>&1 && return

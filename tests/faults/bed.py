@@ -1,7 +1,7 @@
 """The bed of the fault tests: runs a recipe, kills -9 a part of it at a given moment, and brings the run to its end.
 
 Invariant: only processes below the one that was started here are looked at, so no other cluster of the machine is hurt.
-Called by tests/faults/test_kills.py, tests/faults/jobs.py and tests/faults/matrix.py.
+Called by tests/faults/test_kills.py, jobs.py, matrix.py and learns.py beside it.
 """
 
 import json
@@ -100,7 +100,7 @@ def run_with_kill(
     with started(command, env) as process:
         wait_for_groups(run, after_groups, process, deadline)
         time.sleep(delay_s)
-        num_kills = _kill(victim, process, nodes)
+        num_kills = kill(victim, process, nodes)
         if victim is not Victim.DRIVER:
             wait_for_end(process, run, deadline)
     num_starts = 1
@@ -186,8 +186,8 @@ def _num_stored(run: Path) -> int:
     return sum(path.read_bytes().count(b"TRJ1") for path in (run / "store").glob("*.seg"))
 
 
-def _kill(victim: Victim, process: "subprocess.Popen[bytes]", nodes: Sequence[int]) -> int:
-    """Kills -9; returns how many processes."""
+def kill(victim: Victim, process: "subprocess.Popen[bytes]", nodes: Sequence[int]) -> int:
+    """Kills -9, of a node all its processes; returns how many. AssertionError when it is not there."""
     if victim is Victim.DRIVER:
         # Ray's own processes are the driver's children here; they end by themselves when it is gone, as on a cluster.
         os.kill(process.pid, signal.SIGKILL)

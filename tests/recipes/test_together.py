@@ -36,10 +36,11 @@ async def test_a_failure_is_raised_as_it_was_and_ends_the_other(has_entered: boo
     @asynccontextmanager
     async def failing() -> AsyncIterator[None]:
         await asyncio.sleep(0.01)
-        raise ValueError("no GPU for the learner")
+        raise ValueError("no GPU for the learner") from TimeoutError()
         yield
 
-    with pytest.raises(ValueError, match="no GPU"):
+    with pytest.raises(ValueError, match="no GPU") as raised:
         async with AsyncExitStack() as stack:
             await enter_both(stack, failing(), part(log, "servers", meets=None if has_entered else never))
     assert log == ["servers ended"]
+    assert isinstance(raised.value.__cause__, TimeoutError)
