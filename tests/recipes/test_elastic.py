@@ -167,7 +167,7 @@ async def test_a_harvest_gets_a_second_worker_and_gives_it_back_with_nothing_los
 ) -> None:
     monkeypatch.setattr(elastic, "POLL_S", 0.1)
     run, tasks = tmp_path / "run", tmp_path / "tasks"
-    write_task_set(tasks, split="train", count=100, seed=0)
+    write_task_set(tasks, split="train", count=300, seed=0)
     config = harvest.Config(run=run, tasks=str(tasks), rollouts=harvest.RolloutPoolConfig(max_rollouts=2))
     playing = asyncio.create_task(harvest.main(config))
     try:
@@ -179,7 +179,7 @@ async def test_a_harvest_gets_a_second_worker_and_gives_it_back_with_nothing_los
     finally:
         playing.cancel()
     audit, states = audit_store(run, "store")
-    assert (audit.num_findings, summary["harvested"], states[GroupState.FINISHED]) == (0, 100, 100)
+    assert (audit.num_findings, summary["harvested"], states[GroupState.FINISHED]) == (0, 300, 300)
     told = [(event["event"], event["now"]) for event in events(run)]
     assert sorted(told) == [("not scaled", 0), ("scaled", 1), ("scaled", 2)], events(run)
     writers = {location.segment for location, _ in scan(run / "store")}
