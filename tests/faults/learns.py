@@ -39,8 +39,6 @@ class Config:
     """File for the result."""
     steps: int = 28
     """Optimizer steps."""
-    rounds: int = 1
-    """How often each part is killed."""
     num_heldout: int = 480
     """Tasks of each evaluation."""
     limit_s: float = 3000.0
@@ -99,7 +97,7 @@ def main(config: Config) -> None:
 def plan_kills(config: Config) -> list[Kill]:
     """In the order of their moments: the run is cut into equal shares, and each holds one kill."""
     dice = random.Random(config.seed)
-    victims = [victim for _ in range(config.rounds) for victim in dice.sample(VICTIMS, len(VICTIMS))]
+    victims = dice.sample(VICTIMS, len(VICTIMS))
     num_groups = GROUPS_PER_STEP * (config.steps - 2)  # the last steps are left for what was killed to come back
     return [
         Kill(
