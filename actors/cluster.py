@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from actors.errors import PlacementError
+from actors.threads import thread_environment
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,18 @@ class Resources:
     """CPU cores reserved in Ray; 0 lets actors share the cores, as on a laptop."""
     num_gpus: float = 0.0
     threads: int = 1
-    """Compute threads of the process (OMP_NUM_THREADS)."""
+    """Compute threads of the process."""
 
     def __post_init__(self) -> None:
         if self.num_cpus < 0 or self.num_gpus < 0 or self.threads < 1:
             raise ValueError(f"num_cpus and num_gpus must be >= 0 and threads >= 1, got {self}")
 
-    def options(self, **env: str) -> dict[str, object]:
-        """Options for an actor of these resources, with these environment variables beside the thread limits."""
+    def options(self) -> dict[str, object]:
+        """Options for an actor of these resources."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self.threads), **env}},
+            "runtime_env": {"env_vars": thread_environment(self.threads)},
         }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import tyro
 
+from actors.threads import thread_environment
+
 CPU_BLOCK_TOKENS = 32
 """Granularity of the prefix cache on CPU. vLLM's default there, 128, would never reuse a prompt of 100 tokens."""
 
@@ -164,9 +166,7 @@ class ServerConfig:
         return common | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.tensor_parallel_size == 1 else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(self.threads),
-            # Threads that spin while they wait starve each other on shared cores: 1,200 tok/s instead of 5,200.
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **thread_environment(self.threads),
         }
 
     def resolved_engine_args(self, model: Path) -> dict[str, Any]:

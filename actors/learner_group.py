@@ -86,8 +86,7 @@ class LearnerGroup:
 
     async def _start(self) -> None:
         config = self._config
-        # Threads that spin at a barrier for one that lost its core: a step of 2 s took 36 s beside other processes.
-        options = config.resources.options(OMP_WAIT_POLICY="PASSIVE")
+        options = config.resources.options()
         at = [{"scheduling_strategy": place, "num_gpus": SHARED_GPU} for place in self._places]
         self._ranks = [
             ray.remote(LearnerRank)

@@ -1,4 +1,4 @@
-"""A cluster of one's own is started, whatever other runs left behind."""
+"""A cluster of one's own is started, whatever other runs left behind; its actors' threads share the cores."""
 
 import shutil
 import tempfile
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.cluster import ClusterConfig, start_cluster
+from actors.cluster import ClusterConfig, Resources, start_cluster
+from actors.inference_config import ServerConfig
 
 
 @pytest.fixture
@@ -27,3 +28,9 @@ async def test_a_cluster_that_a_killed_run_left_a_note_of_is_not_joined(note: Pa
     note.write_text("127.0.0.1:1")
     async with start_cluster(ClusterConfig()):
         assert len(ray.nodes()) == 1
+
+
+def test_threads_of_actors_and_of_engines_on_cpus_spin_only_briefly() -> None:
+    wanted = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+    assert Resources(threads=2).options()["runtime_env"] == {"env_vars": wanted}
+    assert ServerConfig(threads=2).environment().items() >= wanted.items()
