@@ -8,7 +8,8 @@ import pytest
 import ray.exceptions
 
 from actors import learner_group
-from actors.errors import CheckpointFailed, DeadlineMissed, LearnerLost
+from actors.cluster import ClusterConfig, Resources, start_cluster
+from actors.errors import CheckpointFailed, DeadlineMissed, LearnerLost, PlacementError
 from actors.learner_group import LearnerGroup, LearnerGroupConfig, start_learner_group
 from learners.config import LearnerConfig
 from learners.plan import BatchPlan, plan_samples
@@ -104,6 +105,15 @@ async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
     with pytest.raises(ValueError, match=r"learner\.sequence_parallel=2 must divide learner\.num_ranks=3"):
         async with start_learner_group(config, learner, model=Path("model"), store=Path("store")):
             pass
+
+
+@pytest.mark.ray
+async def test_a_learner_without_room_names_what_is_missing() -> None:
+    config = LearnerGroupConfig(resources=Resources(num_cpus=64), start_deadline_s=3)
+    async with start_cluster(ClusterConfig()):
+        with pytest.raises(PlacementError, match=r"start of learner rank 0 .* missing: 64 CPU \(.* in the cluster\)"):
+            async with start_learner_group(config, LearnerConfig(), model=Path("model"), store=Path("store")):
+                pass
 
 
 async def test_a_learner_without_ranks_is_lost_and_saves_nothing() -> None:
