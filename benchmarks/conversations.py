@@ -99,10 +99,12 @@ class Player:
         self._renderer = load_renderer(model)
         self._sampler = sampler
 
-    async def play(self, shape: Shape, num: int, *, seed: int) -> list[Trajectory]:
-        """`num` conversations at once, new ones for each seed."""
-        names = [f"instant-{seed}-{k}" for k in range(num)]
-        texts = {name: self._texts(shape, f"{seed}.{k}") for k, name in enumerate(names)}
+    def texts(self, shape: Shape, num: int, *, seed: int) -> dict[str, list[str]]:
+        """What the world says in `num` conversations, new ones for each seed: Task id to messages."""
+        return {f"instant-{seed}-{k}": self._texts(shape, f"{seed}.{k}") for k in range(num)}
+
+    async def play(self, shape: Shape, texts: Mapping[str, Sequence[str]]) -> list[Trajectory]:
+        """All conversations at once."""
         episode = Episode(
             provider=InstantProvider(),
             harness=InstantHarness(texts),
@@ -117,7 +119,7 @@ class Player:
             treatments=dict.fromkeys(Outcome, Treatment.ZERO),  # no Verifier runs
         )
         groups = await asyncio.gather(
-            *(run_group(_task(name), size=1, episode=episode, group_id=name, deadline_s=3600) for name in names)
+            *(run_group(_task(name), size=1, episode=episode, group_id=name, deadline_s=3600) for name in texts)
         )
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         for trajectory in trajectories:

@@ -105,8 +105,9 @@ async def _round(
     """One round through the pool, and the same through vLLM alone."""
     health = pool.servers[0].health
     assert health is not None
+    texts = player.texts(shape, num, seed=seed * 10 + shape.num_turns)
     began, cpu_s, server_cpu_s = time.perf_counter(), time.process_time(), _cpu_s(health.pid)
-    trajectories = await player.play(shape, num, seed=seed * 10 + shape.num_turns)
+    trajectories = await player.play(shape, texts)
     seconds = time.perf_counter() - began
     worker_cpu_s, server_cpu_s = time.process_time() - cpu_s, _cpu_s(health.pid) - server_cpu_s
     num_turns = num * shape.num_turns
@@ -137,9 +138,10 @@ async def measure_routing(policy: str, config: Config) -> dict[str, float]:
             player = Player(model, sampler)
             rounds: list[dict[str, float]] = []
             for seed in range(config.rounds + 1):
+                texts = player.texts(shape, config.conversations, seed=1000 + seed * 100 + len(name))
                 await _metrics(pool)
                 began = time.perf_counter()
-                await player.play(shape, config.conversations, seed=1000 + seed * 100 + len(name))
+                await player.play(shape, texts)
                 seconds = time.perf_counter() - began
                 rate = config.conversations * shape.num_turns * shape.reply_tokens / seconds
                 hit_rate = (await _metrics(pool))["inference/prefix_hit_rate"]

@@ -160,7 +160,8 @@ class Bench:
 
     async def _play(self) -> list[Trajectory]:
         self._num_rounds += 1
-        return await self._player.play(SHAPE, NUM_REPLIES, seed=self._num_rounds)
+        texts = self._player.texts(SHAPE, NUM_REPLIES, seed=self._num_rounds)
+        return await self._player.play(SHAPE, texts)
 
     async def _until_sampling(self) -> None:
         """Waits until every reply has begun and most of it is still to come."""
