@@ -1,11 +1,12 @@
-"""The ratios of the learner benchmark, by hand."""
+"""The ratios of the learner benchmark, by hand, and what its profile adds up."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import rloo_contenders
+from benchmarks import learner_profile, rloo_contenders
 from benchmarks.learner import TRL_RLOO, TRL_SFT, figures
 from benchmarks.sft_contenders import LENGTHS, MICRO_BATCH_TOKENS, make_samples
 from envs.sampler import Completion, SamplingParams
@@ -69,3 +70,16 @@ async def test_a_step_samples_one_group_a_prompt_and_every_group_can_be_trained(
     rewards = [[member.reward for member in group.members] for group in groups]
     assert rewards == [[1.0, 0.0] * 4] * 4  # of 1 + 2, 2 + 2, 3 + 2 and so on
     assert plan_batch(groups, num_ranks=1, max_tokens=4096).num_tokens == 64
+
+
+def test_a_profile_counts_prompts_once_and_its_parts_make_the_whole(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", ["write the names of the files"], vocabulary_size=300)
+    samples = learner_profile.make_samples(300)
+    replies = [int(sample.mask.sum()) for sample in samples]
+    assert len(samples) == 32 and min(replies) >= 96 and max(replies) <= 128
+    assert learner_profile.num_computed(samples) == sum(replies) + 4 * 37
+    assert (samples[0].ids[:37] == samples[7].ids[:37]).all() and (samples[0].ids[:37] != samples[8].ids[:37]).any()
+    found = learner_profile.measure(model, threads=torch.get_num_threads())
+    parts = ("products_s", "attention_s", "other_s")
+    assert all(found[part] > 0 for part in parts)
+    assert sum(found[part] for part in parts) == pytest.approx(found["profiled_pass_s"])
