@@ -111,7 +111,7 @@ async def test_ranks_that_cannot_share_are_refused_before_any_starts() -> None:
 async def test_a_learner_without_room_names_what_is_missing() -> None:
     config = LearnerGroupConfig(resources=Resources(num_cpus=64), start_deadline_s=3)
     async with start_cluster(ClusterConfig()):
-        with pytest.raises(PlacementError, match=r"start of learner rank 0 .* missing: 64 CPU \(.* in the cluster\)"):
+        with pytest.raises(PlacementError, match=r"start of learner rank 0: .* missing: 64 CPU \(.* in the cluster\)"):
             async with start_learner_group(config, LearnerConfig(), model=Path("model"), store=Path("store")):
                 pass
 
