@@ -129,7 +129,7 @@ async def test_what_will_not_pass_is_not_tried_again(fails: Fails, error: type[E
 
 
 async def test_concurrency_settles_at_what_the_endpoint_bears() -> None:
-    fake = FakeEndpoint(capacity=3, delay_s=0.002)
+    fake = FakeEndpoint(capacity=3, delay_s=0.02)
     async with asking(fake, max_concurrency=32) as endpoint:
         replies = await ask(endpoint, 60)
     assert len(set(replies)) == 60
