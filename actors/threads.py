@@ -1,11 +1,11 @@
 """Compute threads of actors that share the cores of one machine.
 
-Invariant: a thread that waits for another spins for a fraction of a millisecond, then sleeps.
+Invariant: a thread that waits for another spins for SPIN_COUNT turns, then sleeps.
 Called by actors/cluster.py and actors/inference_config.py.
 """
 
 SPIN_COUNT = 10_000
-"""Turns that a waiting OpenMP thread spins (GOMP_SPINCOUNT); docs/decisions/079 has the measurements."""
+"""As GOMP_SPINCOUNT counts them; docs/decisions/079 has the measurements."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:

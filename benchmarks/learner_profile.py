@@ -4,7 +4,7 @@
 
 One rank, in this process, float32: 4 prompts of 37 tokens x 8 replies of 96 to 128. Figures:
 
-    pass_s            forward and backward of all micro-batches, without the profiler
+    pass_s            forward and backward of all micro-batches, without the profiler (fastest of 3)
     profiled_pass_s   the same under PyTorch's profiler, to which the next three add up
     products_s        matrix products
     attention_s       attention kernels
@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.hardware import describe_hardware
 from benchmarks.policies import policy_directory
+from benchmarks.sft_contenders import store_samples
 from trajectories.samples import Sample
 
 NUM_PROMPTS, GROUP_SIZE = 4, 8
@@ -34,7 +35,7 @@ REPLY_TOKENS = (96, 128)
 """Shortest and longest."""
 MAX_TOKENS = 4096
 NUM_PASSES = 3
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"}
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_"}
 ATTENTION = "scaled_dot_product"
 
 
@@ -74,21 +75,17 @@ def measure(model: Path, threads: int) -> dict[str, float]:
 
     from learners.config import LearnerConfig, LossConfig, LossKind
     from learners.learner import Learner
-    from learners.plan import SizedSample, plan_samples
-    from trajectories.store import StoreWriter
+    from learners.plan import plan_samples
 
     torch.set_num_threads(threads)
     learner = Learner(LearnerConfig(max_tokens=MAX_TOKENS), model=model)
-    embedding = dict(learner.export_weights())["model.embed_tokens.weight"]
-    num_other = sum(tensor.numel() for _, tensor in learner.export_weights()) - embedding.numel()
+    weights = dict(learner.export_weights())
+    embedding = weights.pop("model.embed_tokens.weight")
+    num_other = sum(tensor.numel() for tensor in weights.values())
     samples = make_samples(len(embedding))
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory)
-        with StoreWriter(store, "benchmark") as writer:
-            sized = [
-                SizedSample(location=writer.append_sample(s), num_tokens=len(s.ids), num_trained=int(s.mask.sum()))
-                for s in samples
-            ]
+        sized = store_samples(store, samples)
         plan = plan_samples(sized, num_ranks=1, max_tokens=MAX_TOKENS).ranks[0]
 
         def one_pass() -> float:
@@ -143,7 +140,10 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.threads < 1:
+        parser.error("--threads must be >= 1")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ step warms up, the others are timed from its end to the end of the last. Called 
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.peak_memory import PeakMemory
 from trajectories.samples import Sample
+
+if TYPE_CHECKING:
+    from learners.plan import SizedSample
 
 MICRO_BATCH_TOKENS = 2048
 LENGTHS = (1024, 512, 256, 256)
@@ -73,22 +77,29 @@ def make_samples(num_micro_batches: int, vocabulary: int) -> list[Sample]:
     return samples
 
 
+def store_samples(store: Path, samples: Sequence[Sample]) -> "list[SizedSample]":
+    """Writes the Samples into a store, and says of each where it lies and how long it is."""
+    from learners.plan import SizedSample
+    from trajectories.store import StoreWriter
+
+    with StoreWriter(store, "benchmark") as writer:
+        return [
+            SizedSample(location=writer.append_sample(s), num_tokens=len(s.ids), num_trained=int(s.mask.sum()))
+            for s in samples
+        ]
+
+
 def run_thresher(model: Path, samples: list[Sample], *, activation_checkpointing: bool) -> Measured:
     """The Learner, one rank."""
     from learners.config import LearnerConfig, LossConfig, LossKind
     from learners.learner import Learner
-    from learners.plan import SizedSample, plan_samples
-    from trajectories.store import StoreWriter
+    from learners.plan import plan_samples
 
     config = LearnerConfig(lr=LR, max_tokens=MICRO_BATCH_TOKENS, activation_checkpointing=activation_checkpointing)
     learner, watch = Learner(config, model=model), Stopwatch()
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory)
-        with StoreWriter(store, "benchmark") as writer:
-            sized = [
-                SizedSample(location=writer.append_sample(s), num_tokens=len(s.ids), num_trained=int(s.mask.sum()))
-                for s in samples
-            ]
+        sized = store_samples(store, samples)
         for first in range(0, len(sized), len(LENGTHS)):
             plan = plan_samples(sized[first : first + len(LENGTHS)], num_ranks=1, max_tokens=MICRO_BATCH_TOKENS)
             metrics = learner.forward_backward(plan.ranks[0], LossConfig(kind=LossKind.CROSS_ENTROPY), store)
