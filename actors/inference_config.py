@@ -21,6 +21,9 @@ CPU_BLOCK_TOKENS = 32
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes in which vLLM 0.32 makes room for an adapter."""
 
+KEPT_BYTES = 4 << 30
+"""Blocks up to this size stay with an engine on CPUs that frees them; docs/decisions/080 has the measurements."""
+
 
 class DType(StrEnum):
     """Number format of weights and activations in the engine."""
@@ -167,7 +170,14 @@ class ServerConfig:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.tensor_parallel_size == 1 else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **thread_environment(self.threads),
+            # What one weight update frees serves the next, instead of going back to the system page by page.
+            "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+            "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         }
+
+    def resolved_dtype(self, model: Path) -> DType:
+        """`dtype`, or for AUTO the one that the directory `model` was saved in."""
+        return saved_dtype(model) if self.dtype is DType.AUTO else self.dtype
 
     def resolved_engine_args(self, model: Path) -> dict[str, Any]:
         """Keyword arguments of vLLM's AsyncEngineArgs for the weights in directory `model`."""
@@ -175,7 +185,7 @@ class ServerConfig:
             "model": str(model),
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
-            "dtype": (saved_dtype(model) if self.dtype is DType.AUTO else self.dtype).value,
+            "dtype": self.resolved_dtype(model).value,
             "max_model_len": min(self.max_model_len, num_positions(model)),
             # One slot more than requests are admitted, so that a probe never waits behind them.
             "max_num_seqs": self.max_num_seqs + 1,

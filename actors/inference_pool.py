@@ -18,11 +18,9 @@ import ray
 
 from actors.errors import ActorDied, ClusterError, DeadlineMissed
 from actors.inference_config import (
-    DType,
     InferencePoolConfig,
     ServerConfig,
     check_model,
-    saved_dtype,
     vocabulary_size,
 )
 from actors.inference_directory import ActorDirectory
@@ -57,10 +55,8 @@ class InferencePool:
         self._places: dict[str, Place] = {}
         """Those that it reserved, by the server that is there."""
         self.servers: tuple[ServerHandle, ...] = ()
-        self.is_exact = (
-            saved_dtype(model) if config.server.dtype is DType.AUTO else config.server.dtype
-        ) is DType.FLOAT32
-        """True where servers compute in float32, so that a probe must match the learner's."""
+        self.dtype = config.server.resolved_dtype(model)
+        """In which the servers hold the weights and compute."""
         self.ranks_per_server = config.server.num_ranks
         """GPUs of each."""
         self.vocab_size = vocabulary_size(model)

@@ -18,7 +18,7 @@ import ray
 from actors.calls import call
 from actors.cluster import Resources
 from actors.errors import ActorDied, CheckpointFailed, DeadlineMissed, LearnerLost
-from actors.inference_config import Transport
+from actors.inference_config import DType, Transport
 from actors.learner_rank import LearnerRank
 from actors.placement import SHARED_GPU, Place, unplaced
 from actors.vllm_transfer import Sending, TransferConfig
@@ -162,9 +162,9 @@ class LearnerGroup:
         """Writes a Hugging Face directory that transformers and vLLM load; with LoRA, its adapter/ holds that alone."""
         await self._each("save_pretrained", [(directory,)] * len(self._ranks))
 
-    async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
-        """Writes the current weights for servers to pull."""
-        return (await self._each("stage_weights", [(directory, version)] * len(self._ranks)))[0]
+    async def stage_weights(self, directory: Path, version: PolicyVersion, dtype: DType) -> Manifest:
+        """Writes the current weights, no wider than `dtype`, for servers to pull."""
+        return (await self._each("stage_weights", [(directory, version, dtype)] * len(self._ranks)))[0]
 
     async def put_stage(self, manifest: Manifest) -> Manifest:
         """Puts what `stage_weights` wrote into Ray's object store, for nodes that share no file system."""

@@ -15,10 +15,11 @@ import ray
 
 from actors.calls import call_all
 from actors.errors import ActorDied
+from actors.inference_config import DType
 from actors.inference_errors import WeightSyncError
 from actors.vllm_transfer import Sender, Sending, TransferConfig
 from actors.weight_objects import put_stage
-from actors.weight_stage import Manifest, write_adapter_stage, write_stage
+from actors.weight_stage import Manifest, narrowed, write_adapter_stage, write_stage
 from learners.config import LearnerConfig, LossConfig
 from learners.plan import RankPlan
 from trajectories.schema import PolicyVersion
@@ -95,14 +96,17 @@ class LearnerRank:
         """See Learner."""
         self._learner.save_pretrained(directory)
 
-    def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest | None:
-        """Gathers on every rank what is trained, all weights or the adapter; rank 0 writes it and tells what."""
+    def stage_weights(self, directory: Path, version: PolicyVersion, dtype: DType) -> Manifest | None:
+        """Gathers on every rank what is trained, all weights or the adapter; rank 0 writes it and tells what.
+
+        Weights wider than the servers' `dtype` are rounded to it, as the servers would, before they travel.
+        """
         is_adapter = self._config.lora.rank > 0
         tensors = self._learner.export_adapter() if is_adapter else self._learner.export_weights()
         if self._rank == 0 and is_adapter:
             return write_adapter_stage(directory, version, tensors, self._learner.adapter_config)
         if self._rank == 0:
-            return write_stage(directory, version, tensors)
+            return write_stage(directory, version, narrowed(tensors, dtype.value))
         for _ in tensors:
             pass
         return None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from actors.errors import ActorDied, DeadlineMissed
-from actors.inference_config import Transport, UpdateMode
+from actors.inference_config import DType, Transport, UpdateMode
 from actors.inference_errors import NoServerLeft, ServerNotReady
 from actors.inference_pool import InferencePool
 from actors.learner_group import LearnerGroup
@@ -102,8 +102,8 @@ class ReceivingFleet(Protocol):
         ...
 
     @property
-    def is_exact(self) -> bool:
-        """True where the servers compute in float32."""
+    def dtype(self) -> DType:
+        """In which the servers hold the weights and compute."""
         ...
 
     @property
@@ -212,7 +212,7 @@ class TransferSync:
 
     async def _probe(self, servers: Sequence[ReceivingServer], probe: Probe) -> dict[ReceivingServer, float]:
         """The gap of each server that still lives; NoServerLeft when none does."""
-        is_exact = self._target.is_exact and self._config.probe_is_exact
+        is_exact = self._target.dtype is DType.FLOAT32 and self._config.probe_is_exact
         gaps: dict[ReceivingServer, float] = {}
         for server in servers:
             try:

@@ -82,6 +82,15 @@ def write_stage(directory: Path, version: PolicyVersion, tensors: Iterator[tuple
     return Manifest(version=version, directory=final, tensors=tuple(staged), num_bytes=num_bytes)
 
 
+def narrowed(tensors: Iterator[tuple[str, "torch.Tensor"]], dtype: str) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """`tensors`, those that are wider than torch's `dtype` rounded to it."""
+    import torch
+
+    narrow: torch.dtype = getattr(torch, dtype)
+    for name, tensor in tensors:
+        yield name, tensor.to(narrow) if tensor.dtype.itemsize > narrow.itemsize else tensor
+
+
 def write_adapter_stage(
     directory: Path,
     version: PolicyVersion,

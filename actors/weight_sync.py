@@ -18,7 +18,7 @@ from typing import Protocol
 
 from actors.engine_weights import LoadReport
 from actors.errors import ActorDied
-from actors.inference_config import Transport
+from actors.inference_config import DType, Transport
 from actors.inference_errors import NoServerLeft, ServerNotReady
 from actors.sync_config import SyncConfig
 from actors.version_proof import (
@@ -46,8 +46,8 @@ NEVER = PolicyVersion(lineage=0, n=0)
 class WeightSource(Prober, Protocol):
     """Who has the weights: a learner group."""
 
-    async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
-        """Writes the current weights under `directory`; where adapters are trained, the adapter alone."""
+    async def stage_weights(self, directory: Path, version: PolicyVersion, dtype: DType) -> Manifest:
+        """Writes the current weights under `directory`, no wider than `dtype`; of trained adapters, these alone."""
         ...
 
     async def put_stage(self, manifest: Manifest) -> Manifest:
@@ -64,8 +64,8 @@ class SyncTarget(Protocol):
         ...
 
     @property
-    def is_exact(self) -> bool:
-        """True where the servers compute in float32."""
+    def dtype(self) -> DType:
+        """In which the servers hold the weights and compute."""
         ...
 
     @property
@@ -144,7 +144,7 @@ class WeightSync:
     async def _stage(self, version: PolicyVersion) -> Published:
         config = self._config
         async with deadline(f"staging version {version_label(version)}", config.stage_timeout_s):
-            manifest = await self._source.stage_weights(self._directory, version)
+            manifest = await self._source.stage_weights(self._directory, version, self._target.dtype)
             if config.transport is Transport.OBJECT_STORE:
                 manifest = await self._source.put_stage(manifest)
         probe = await ask_learner(self._source, version, config, vocab_size=self._target.vocab_size)
@@ -181,7 +181,7 @@ class WeightSync:
         config = self._config
         is_known = server.name in self._served or not config.canary
         report = await load_published(server, published, config, admits=is_known)
-        is_exact = self._target.is_exact and config.probe_is_exact
+        is_exact = self._target.dtype is DType.FLOAT32 and config.probe_is_exact
         gap = await check_probe(server, published.probe, config, is_exact=is_exact)
         if not is_known:
             await check_canary(server, published, config)

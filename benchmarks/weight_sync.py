@@ -4,7 +4,8 @@
 
 A real learner publishes to a real server that is sampling. `sync_over_two_copies` is the server's load over two copies
 of the model's bytes in memory; `pause_share` is the pause of one sync over the seconds of a step (sample 32 replies of
-128 tokens, train on them). Figures without a policy in their name are SmolLM2's.
+128 tokens, train on them); `learner_blocked_s` is what `publish` takes when the server follows by itself, as it does in
+recipes/rloo.py. Figures without a policy in their name are SmolLM2's.
 """
 
 import asyncio
@@ -80,7 +81,6 @@ async def measure(policy: str, num_rounds: int) -> dict[str, float]:
             figures = await bench.steps(num_rounds)
             for mode in UpdateMode:
                 figures |= await bench.prefilled_again(mode, num_rounds)
-            await bench.close()
     return figures
 
 
@@ -95,52 +95,52 @@ class Bench:
         self._num_published = 0
         self._num_rounds = 0
         self._num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+    def _sync_with(self, mode: UpdateMode, *, barrier: bool) -> WeightSync:
         # The learner's arithmetic differs from the server's in bfloat16, so the probe is an alarm here.
-        self._sync = self._sync_with(UpdateMode.KEEP)
-
-    def _sync_with(self, mode: UpdateMode) -> WeightSync:
-        config = SyncConfig(mode=mode, canary=False, probe_is_exact=False)
+        config = SyncConfig(mode=mode, barrier=barrier, canary=False, probe_is_exact=False)
         return WeightSync(source=self._learner, target=self._pool, config=config)
-
-    async def close(self) -> None:
-        """Removes the stages."""
-        await self._sync.close()
 
     async def steps(self, num_steps: int) -> dict[str, float]:
         """Steps of sampling and training with a sync while replies are sampled; medians over steps."""
-        await self._publish(self._sync)
+        sync = self._sync_with(UpdateMode.KEEP, barrier=False)
+        await self._publish(sync)
         await self._play()
-        steps = [await self._step() for _ in range(num_steps)]
-        figures = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+        steps = [await self._step(sync) for _ in range(num_steps)]
+        # A server's metrics come with the next publish, so those of the first step's are its stage's alone.
+        served = [metrics for _, metrics in steps[1:]] + [await self._publish(sync)]
+        await sync.close()
+        assert all(metrics["sync/in_flight"] > 0 for metrics in served), "a sync came when nothing was sampled"
+        figures = {name: statistics.median(step[name] for step, _ in steps) for name in steps[0][0]}
+        for name in ("load_s", "read_back_s", "pause_s"):
+            figures[name] = statistics.median(metrics[f"sync/{name}"] for metrics in served)
         copy_s = seconds_of_a_copy(self._num_bytes)
-        return figures | {"copy_s": copy_s, "sync_over_two_copies": figures["load_s"] / (2 * copy_s)}
+        return figures | {
+            "pause_share": statistics.median(
+                metrics["sync/pause_s"] / step["step_s"] for (step, _), metrics in zip(steps, served, strict=True)
+            ),
+            "copy_s": copy_s,
+            "sync_over_two_copies": figures["load_s"] / (2 * copy_s),
+        }
 
-    async def _step(self) -> dict[str, float]:
+    async def _step(self, sync: WeightSync) -> tuple[dict[str, float], Mapping[str, float]]:
+        """Its seconds, and the metrics that its publish returned."""
         began = time.perf_counter()
         playing = asyncio.create_task(self._play())
         await self._until_sampling()
         blocked = time.perf_counter()
-        metrics = await self._publish(self._sync)
+        metrics = await self._publish(sync)
         blocked_s = time.perf_counter() - blocked
         handles = self._stored(await playing)
         plan = plan_batch(handles, num_ranks=1, max_tokens=4096)
         await self._learner.forward_backward(plan, LossConfig())
         await self._learner.optim_step()
         step_s = time.perf_counter() - began
-        assert metrics["sync/in_flight"] > 0, "the sync came when nothing was sampled"
-        return {
-            "step_s": step_s,
-            "learner_blocked_s": blocked_s,
-            "stage_s": metrics["sync/stage_s"],
-            "load_s": metrics["sync/load_s"],
-            "read_back_s": metrics["sync/read_back_s"],
-            "pause_s": metrics["sync/pause_s"],
-            "pause_share": metrics["sync/pause_s"] / step_s,
-        }
+        return {"step_s": step_s, "learner_blocked_s": blocked_s}, metrics
 
     async def prefilled_again(self, mode: UpdateMode, num_rounds: int) -> dict[str, float]:
         """Tokens that a sync made the server compute a second time, with the replies of one round in flight."""
-        sync = self._sync_with(mode)
+        sync = self._sync_with(mode, barrier=True)
         rounds: list[float] = []
         for _ in range(num_rounds):
             await self._metrics()

@@ -45,7 +45,8 @@ def test_engine_arguments_given_by_name_win(tmp_path: Path):
 def test_a_gpu_server_spreads_over_its_gpus_and_leaves_the_cpu_settings_out(tmp_path: Path):
     config = ServerConfig(dtype=DType.BFLOAT16, tensor_parallel_size=2, num_gpus=2)
     assert "kv_cache_memory_bytes" not in config.resolved_engine_args(saved(tmp_path))
-    assert "OMP_NUM_THREADS" not in config.environment()
+    of_cpus = {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    assert not of_cpus & config.environment().keys() and of_cpus <= ServerConfig().environment().keys()
     with pytest.raises(ValueError, match=r"num_gpus must be 0 \(CPU\) or tensor_parallel_size=2 x .*, got 1"):
         ServerConfig(tensor_parallel_size=2, num_gpus=1)
     with pytest.raises(ValueError, match="pipeline and data parallelism need GPUs"):

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from actors.cluster import ClusterConfig, start_cluster
 from actors.errors import PlacementError
-from actors.inference_config import InferencePoolConfig, ServerConfig
+from actors.inference_config import DType, InferencePoolConfig, ServerConfig
 from actors.inference_errors import ServerStartError
 from actors.inference_pool import InferencePool, start_inference_pool
 from actors.inference_sampler import LIST_S, PoolSampler
@@ -66,7 +66,7 @@ async def pool(cluster: None, model: Path) -> AsyncIterator[InferencePool]:
 
 async def test_the_pool_keeps_the_sampler_contract_on_the_weights_of_the_directory(pool: InferencePool):
     assert pool.engine == "vllm.v1.engine.async_llm.AsyncLLM"
-    assert pool.oldest_version() == PolicyVersion(lineage=0, n=0) and pool.is_exact
+    assert pool.oldest_version() == PolicyVersion(lineage=0, n=0) and pool.dtype is DType.FLOAT32
     await check_sampler(pool.sampler(), PROMPT, stop_ids=[3, 5], vocab_size=VOCAB_SIZE)
 
 

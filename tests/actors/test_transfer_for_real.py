@@ -12,7 +12,7 @@ import pytest_asyncio
 from safetensors.torch import save_file
 
 from actors import learner_rank
-from actors.inference_config import ServerConfig, Transport
+from actors.inference_config import DType, ServerConfig, Transport
 from actors.inference_engine import Engine
 from actors.inference_request import Part, Request, join_parts
 from actors.learner_rank import LearnerRank
@@ -76,7 +76,7 @@ class Server:
 class Fleet:
     """A ReceivingFleet of one."""
 
-    is_exact, vocab_size, ranks_per_server = True, VOCAB_SIZE, 1
+    dtype, vocab_size, ranks_per_server = DType.FLOAT32, VOCAB_SIZE, 1
 
     def __init__(self, server: Server) -> None:
         self.servers = (server,)

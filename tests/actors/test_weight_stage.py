@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors import weight_stage
-from actors.weight_stage import corrupt_tensors, digest_of, manifest_from_message, read_stage, write_stage
+from actors.weight_stage import corrupt_tensors, digest_of, manifest_from_message, narrowed, read_stage, write_stage
 from trajectories.schema import PolicyVersion
 
 V = [PolicyVersion(lineage=0, n=n) for n in range(4)]
@@ -22,6 +22,15 @@ def test_a_stage_is_safetensors_that_others_read(tmp_path: Path):
     assert loaded.keys() == {"a", "b"} and all(torch.equal(loaded[name], value) for name, value in tensors().items())
     assert [(t.name, t.dtype, t.shape) for t in manifest.tensors] == [("a", "F32", (2, 3)), ("b", "BF16", (2,))]
     assert manifest.num_bytes == 6 * 4 + 2 * 2
+
+
+def test_what_is_wider_than_the_servers_is_rounded_and_the_rest_stays():
+    wide = {"a": torch.tensor([1.00390625, 1.01171875]), "b": torch.tensor([1.5], dtype=torch.bfloat16)}
+    rounded = dict(narrowed(iter(wide.items()), "bfloat16"))
+    assert rounded["a"].dtype == torch.bfloat16 and rounded["a"].tolist() == [1.0, 1.015625], "half to even"
+    assert rounded["b"] is wide["b"]
+    kept = dict(narrowed(iter(wide.items()), "float32"))
+    assert kept["a"] is wide["a"] and kept["b"] is wide["b"]
 
 
 def test_reading_gives_the_tensors_in_order_with_their_digests(tmp_path: Path):

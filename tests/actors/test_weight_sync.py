@@ -5,7 +5,7 @@ import pytest
 
 from actors import weight_sync
 from actors.errors import ActorDied
-from actors.inference_config import Transport
+from actors.inference_config import DType, Transport
 from actors.inference_errors import VersionProofError, WeightSyncError, WeightSyncTimeout
 from actors.sync_config import SyncConfig
 from actors.weight_sync import WeightSync
@@ -71,10 +71,11 @@ async def test_one_tensor_kept_old_is_caught_by_the_load_and_named(tmp_path):
 async def test_in_bfloat16_a_grown_gap_is_an_alarm_and_no_error(tmp_path):
     server, source = FakeServer("a", deaf=["model.layers.1.norm.weight"]), FakeSource()
     server.reads_back = False
-    sync = sync_of(FakeTarget(server, is_exact=False), tmp_path, source, canary=False)
+    sync = sync_of(FakeTarget(server, dtype=DType.BFLOAT16), tmp_path, source, canary=False)
     assert (await sync.publish(V0))["sync/probe_alarm"] == 0
     source.step()
     assert (await sync.publish(V1))["sync/probe_alarm"] == 1
+    assert source.asked_dtypes == [DType.BFLOAT16] * 2, "no byte travels that the servers would round away"
 
 
 async def test_a_staging_that_hangs_is_named_by_its_phase(tmp_path):

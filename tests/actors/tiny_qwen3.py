@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.inference_config import DType
 from actors.weight_objects import put_stage
 from actors.weight_stage import Manifest, write_stage
 from trajectories.schema import PolicyVersion
@@ -55,7 +56,8 @@ class TinySource:
     def stage(self, directory: Path, version: PolicyVersion) -> Manifest:
         return write_stage(directory, version, ((n, p.detach()) for n, p in self.model.named_parameters()))
 
-    async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
+    async def stage_weights(self, directory: Path, version: PolicyVersion, dtype: DType) -> Manifest:
+        assert dtype is DType.FLOAT32
         return self.stage(directory, version)
 
     async def put_stage(self, manifest: Manifest) -> Manifest:

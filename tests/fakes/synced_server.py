@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from actors.engine_weights import LoadReport
-from actors.inference_config import UpdateMode
+from actors.inference_config import DType, UpdateMode
 from actors.inference_errors import VersionProofError
 from actors.version_proof import SyncedServer
 from actors.weight_noise import Noise, disturb
@@ -33,13 +33,15 @@ class FakeSource:
             "lm_head.weight": torch.ones(64, 4),
         }
         self.delay_s = 0.0
+        self.asked_dtypes: list[DType] = []
 
     def step(self) -> None:
         """Changes every tensor."""
         self.weights = {name: tensor + 0.01 for name, tensor in self.weights.items()}
 
-    async def stage_weights(self, directory: Path, version: PolicyVersion) -> Manifest:
+    async def stage_weights(self, directory: Path, version: PolicyVersion, dtype: DType) -> Manifest:
         await asyncio.sleep(self.delay_s)
+        self.asked_dtypes.append(dtype)
         return write_stage(directory, version, iter(self.weights.items()))
 
     async def put_stage(self, manifest: Manifest) -> Manifest:
@@ -119,9 +121,9 @@ class FakeTarget:
 
     vocab_size = 64
 
-    def __init__(self, *servers: FakeServer, is_exact: bool = True) -> None:
+    def __init__(self, *servers: FakeServer, dtype: DType = DType.FLOAT32) -> None:
         self.servers = servers
-        self.is_exact = is_exact
+        self.dtype = dtype
         self.heal: Callable[[SyncedServer], Awaitable[None]] | None = None
 
     def heal_with(self, heal: Callable[[SyncedServer], Awaitable[None]]) -> None:

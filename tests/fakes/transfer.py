@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from actors.inference_config import Transport, UpdateMode
+from actors.inference_config import DType, Transport, UpdateMode
 from actors.vllm_transfer import Sending
 from actors.weight_noise import disturb
 from tests.fakes.synced_server import FakeSource, say
@@ -95,7 +95,7 @@ class FakeSender(FakeSource):
 class FakeFleet:
     """A ReceivingFleet."""
 
-    is_exact = True
+    dtype = DType.FLOAT32
     vocab_size = 64
     ranks_per_server = 1
 
