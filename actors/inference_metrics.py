@@ -1,13 +1,11 @@
 """Metrics of an inference pool: what its servers did between two looks at them.
 
 Invariant: a server that restarted in between counts from its new start. Called by actors/inference_pool.py, for a run's
-metrics and for Ray's Prometheus endpoint.
+metrics and, server by server, for the cluster's Prometheus endpoint.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields
-
-from ray.util.metrics import Gauge
 
 from actors.inference_server import ServerHealth
 
@@ -51,20 +49,7 @@ def _grown(before: ServerHealth | None, after: ServerHealth, name: str) -> float
     return getattr(after, name) - base
 
 
-class Gauges:
-    """Ray's gauges, each made when it is first set; read at the cluster's Prometheus endpoint."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Gauge] = {}
-
-    def set_health(self, server: str, health: ServerHealth) -> None:
-        """Sets `thresher_inference_NAME` of one server for every number of its health."""
-        for field in fields(health):
-            value = getattr(health, field.name)
-            if isinstance(value, int | float):
-                self._set(f"thresher_inference_{field.name}", float(value), server)
-
-    def _set(self, name: str, value: float, server: str) -> None:
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, tag_keys=("server",))
-        self._gauges[name].set(value, tags={"server": server})
+def server_metrics(health: ServerHealth) -> dict[str, float]:
+    """Every number of one server's health under "server/"; counters count from its start."""
+    numbers = {field.name: getattr(health, field.name) for field in fields(health)}
+    return {f"server/{name}": float(value) for name, value in numbers.items() if isinstance(value, int | float)}

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from actors.errors import ActorDied, ClusterError, DeadlineMissed
+from actors.gauges import Gauges
 from actors.inference_config import (
     InferencePoolConfig,
     ServerConfig,
@@ -25,7 +26,7 @@ from actors.inference_config import (
 )
 from actors.inference_directory import ActorDirectory
 from actors.inference_errors import ServerNotReady, ServerStartError
-from actors.inference_metrics import Gauges, pool_metrics
+from actors.inference_metrics import pool_metrics, server_metrics
 from actors.inference_sampler import PoolSampler
 from actors.inference_server import InferenceServer, ServerHealth
 from actors.placement import SHARED_GPU, Place, give_back, reserve
@@ -204,7 +205,7 @@ class InferencePool:
             if server.health is None or server.health.pid != pid:
                 pid = await self._bring_back(server, pid) or pid
             if server.health is not None:
-                self._gauges.set_health(server.name, server.health)
+                self._gauges.set(server_metrics(server.health), server=server.name)
 
     async def _bring_back(self, server: ServerHandle, pid: int) -> int:
         """Waits for the actor that Ray starts anew, and gives it its weights; returns its process, 0 when it failed."""

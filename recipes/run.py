@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from actors.gauges import Gauges
 from recipes.event_log import EventLog
 from recipes.progress import Bar, ProgressDisplay
 from recipes.record import code_revision, differences, hardware, package_versions, to_json
@@ -41,6 +42,7 @@ class Run:
         """Last step that was logged; 0 before the first."""
         self._events = events
         self._display = display
+        self._gauges = Gauges()
 
     @classmethod
     @contextmanager
@@ -73,8 +75,9 @@ class Run:
                 yield cls(directory, events, display)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records flat metrics of a step."""
+        """Records flat metrics of a step; at the cluster's Prometheus endpoint the directory's name is their tag."""
         self._events.log(step, metrics)
+        self._gauges.set(metrics, run=self.directory.name)
         self.step = step
 
     def event(self, what: str, **facts: Any) -> None:

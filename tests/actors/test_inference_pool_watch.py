@@ -75,7 +75,6 @@ async def test_only_a_new_process_is_given_weights(
         is_healed.set()
 
     monkeypatch.setattr(inference_pool.ray, "kill", kill)
-    monkeypatch.setattr(pool._gauges, "set_health", lambda *_: None)
     pool.heal_with(heal)
     await handle.refresh(1)
     pool._watch(handle)
