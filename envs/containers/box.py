@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 
 from envs.containers.engine import Engine, last_lines, refuse_without
@@ -90,6 +91,7 @@ def _spawn(engine: Engine, args: Sequence[str], control: int, errors: int) -> "s
             stdout=control,
             stderr=errors,
             start_new_session=True,
+            cwd=tempfile.gettempdir(),  # podman's monitor leaves a file `oom` where it stands when memory ran out
         )
     except OSError as error:
         raise refuse_without(engine, f"{engine.name} run", error) from error

@@ -100,7 +100,7 @@ class ContainerProvider:
         self._cache_dir = cache_dir
         self._engine = Engine(
             name=name,
-            binary=self.config.binary or str(name),
+            binary=_found(self.config.binary or str(name)),
             args=self.config.engine_args,
             runtime=self.config.runtime,
         )
@@ -243,6 +243,11 @@ class ContainerProvider:
         await asyncio.wait({box.ended}, timeout=10)  # then all that the engine has to say is said
         waited_s = time.monotonic() - began
         raise SandboxError(f"create container: {box.problem() or f'it ended after {waited_s:.1f} s'}")
+
+
+def _found(binary: str) -> str:
+    """A path means the same wherever a call starts; a plain name is looked up in PATH."""
+    return str(Path(binary).absolute()) if "/" in binary else binary
 
 
 def _layout(task: Task, image: Image) -> Layout:

@@ -61,7 +61,8 @@ async def test_a_dockerfile_is_built_once_and_its_tests_judge_the_container(
     await again.close()
 
 
-async def test_memory_and_processes_are_bounded(image: str) -> None:
+async def test_memory_and_processes_are_bounded(image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     provider = make_podman(image, max_processes=40)
     async with provider.start(make_task(memory_mb=64), owner="g.0") as sandbox:
         grown = await sandbox.exec("x=$(head -c 200000000 /dev/zero | tr '\\0' x); echo ${#x}", timeout_s=60)
@@ -71,6 +72,7 @@ async def test_memory_and_processes_are_bounded(image: str) -> None:
         await sandbox.kill_all()
         assert (await sandbox.exec("echo alive", timeout_s=20)).stdout == b"alive\n"
     await provider.close()
+    assert list(tmp_path.iterdir()) == [], "nothing is left where the driver stands"
 
 
 async def test_a_driver_that_is_killed_leaves_no_container(image: str) -> None:
