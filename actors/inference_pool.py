@@ -18,12 +18,7 @@ import ray
 
 from actors.errors import ActorDied, ClusterError, DeadlineMissed
 from actors.gauges import Gauges
-from actors.inference_config import (
-    InferencePoolConfig,
-    ServerConfig,
-    check_model,
-    vocabulary_size,
-)
+from actors.inference_config import InferencePoolConfig, ServerConfig, check_model, vocabulary_size
 from actors.inference_directory import ActorDirectory
 from actors.inference_errors import ServerNotReady, ServerStartError
 from actors.inference_metrics import pool_metrics, server_metrics

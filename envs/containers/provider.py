@@ -49,9 +49,9 @@ class ContainerConfig:
     binary: str | None = None
     """The engine's command line; None: its name."""
     engine_args: tuple[str, ...] = ()
-    """Before every verb, such as --cgroup-manager=cgroupfs."""
+    """Before every verb, such as --cgroup-manager=cgroupfs; paths are absolute, as the client starts elsewhere."""
     run_args: tuple[str, ...] = ()
-    """For each container, such as --ulimit=nproc=4096:4096."""
+    """For each container, such as --ulimit=nproc=4096:4096; paths as above."""
     build_args: tuple[str, ...] = ()
     """For each image build, such as --network=none."""
     runtime: str | None = None
