@@ -17,6 +17,9 @@ import torch
 from actors.kernel_readback import compare_kernels
 from actors.weight_noise import Noise, disturb
 from actors.weight_stage import Manifest, manifest_from_message, read_stage
+from learners.vector_math import settle_vector_math
+
+settle_vector_math()  # vLLM imports this before it builds the model, whose table of rotations is computed once
 
 
 class WeightExtension:

@@ -28,6 +28,7 @@ from learners.plan import RankPlan, SampleRef
 from learners.process_group import init_process_group
 from learners.reference import Reference, embedding_rows
 from learners.sequence_parallel import join_sequence_parallel
+from learners.vector_math import settle_vector_math
 from trajectories.samples import Sample, trajectory_samples
 from trajectories.store import read_group, read_sample
 
@@ -42,6 +43,7 @@ class Learner:
 
     def __init__(self, config: LearnerConfig, *, model: Path, rank: int = 0, world_size: int = 1) -> None:
         """Loads the Hugging Face directory `model`; ranks must have met in `init_process_group` unless there is one."""
+        settle_vector_math()
         if world_size == 1 and not dist.is_initialized():
             init_process_group()
         if not dist.is_initialized() or dist.get_world_size() != world_size:
