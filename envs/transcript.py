@@ -77,6 +77,12 @@ def _appended_pieces(renderer: ChatRenderer, messages: Sequence[Message]) -> Ite
 
 def _marked_pieces(renderer: ChatRenderer, messages: Sequence[Message]) -> Iterator[Piece]:
     """Text outside and inside the template's generation blocks in turn, up to the last block's end."""
+    whole = renderer.render_text(messages, is_open=False)
+    for k, message in enumerate(messages):
+        if message["role"] == "assistant":
+            said = renderer.render_text(messages[:k], is_open=True) + message["content"]
+            if not whole.startswith(said):
+                raise TemplateRefused(_rewritten(k))
     before, after = _MARKS
     *blocks, _ = renderer.render_text(messages, is_open=False, marks=_MARKS).split(after)
     if not blocks:

@@ -87,7 +87,11 @@ def _attend(layer: Any, hidden_TH: Tensor, tables: tuple[Tensor, Tensor], layout
     cos, sin = (table.unsqueeze(2) for table in tables)
     query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    attended, _ = packed_attention(attention, query, key, value, None, layout=layout, scaling=attention.scaling)
+    # Mistral has its window in the config alone; Qwen's layers each have their own.
+    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    attended, _ = packed_attention(
+        attention, query, key, value, None, layout=layout, scaling=attention.scaling, sliding_window=window
+    )
     return attended[0].flatten(1)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from learners.checkpoint import CheckpointWriter, load_checkpoint
 from learners.config import LearnerConfig, LossConfig, RatioLevel
@@ -255,9 +256,13 @@ class Learner:
         return self._reference.logprobs(batch, loss.temperature)
 
     def _clip(self) -> float:
-        """The gradient norm over all ranks before it was scaled down."""
-        norm = torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._config.max_grad_norm)
-        return float(full_tensor(norm))
+        """Scales gradients down to `max_grad_norm`; their norm over all ranks before. One that is not finite stays."""
+        parameters = list(self._network.parameters())
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        whole = float(full_tensor(norm))
+        if np.isfinite(whole):  # another would spread to every gradient, and hide whose it was
+            clip_grads_with_norm_(parameters, self._config.max_grad_norm, norm)
+        return whole
 
     def _reduce(self, sums: Tensor, largest_ratio: float) -> tuple[Tensor, float]:
         """Sums and maximum over all ranks."""

@@ -11,7 +11,8 @@ advantage of its Trajectory:
     REINFORCE      -A_t l_t                                    Williams 1992; arXiv 2402.14740 eq. 6
     CLIPPED, TRUNCATED, MASKED                                 learners/corrections.py, with the ratio
         r_t = exp(l_t - b_t)                                   at token level
-        r_t = exp(sum of l - b over the Sample of t)           at sequence level
+        r_t = exp(sum of l - b over the Sample of t)           at sequence level, its gradient that of l_t alone:
+                                                               GSPO-token, arXiv 2507.18071 eq. 14, unnormalised
     + kl_coef * KL(l_t, q_t)                                   learners/kl.py
 """
 
@@ -98,13 +99,15 @@ def _policy_loss(
 
 
 def _log_ratio(config: LossConfig, log_ratio_N: Tensor, members_N: Tensor | None) -> Tensor:
-    """[N]: each token's own, or that of its whole Sample."""
+    """[N]: each token's own, or the value of its whole Sample's with the gradient of its own."""
     if config.ratio_level is RatioLevel.TOKEN:
         return log_ratio_N
     if members_N is None:
         raise ValueError("ratio_level sequence needs to know which Sample each token belongs to; pass members_N")
     num_samples = int(members_N.max()) + 1 if members_N.numel() else 0
-    return log_ratio_N.new_zeros(num_samples).index_add(0, members_N, log_ratio_N)[members_N]
+    own_N = log_ratio_N.detach()
+    sums_N = own_N.new_zeros(num_samples).index_add(0, members_N, own_N)[members_N]
+    return sums_N + (log_ratio_N - own_N)
 
 
 def _require_recorded(kind: LossKind, behaviour_N: Tensor) -> None:

@@ -28,7 +28,11 @@ class NonFiniteGradients(Exception):
     """So many gradients in a row were not finite that training cannot go on."""
 
     def __init__(self, step: int, num_in_a_row: int, where: str) -> None:
-        super().__init__(
+        super().__init__(step, num_in_a_row, where)  # as pickle gives them back
+
+    def __str__(self) -> str:
+        step, num_in_a_row, where = self.args
+        return (
             f"step {step}: the gradient was not finite {num_in_a_row} times in a row, last in {where}; lower "
             "learner.lr or restart from an earlier checkpoint"
         )

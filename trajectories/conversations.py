@@ -9,6 +9,7 @@ OpenThoughts' `result`.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ ROLES: Mapping[str, str] = {
 }
 """Names of roles in files -> ours."""
 COLUMNS = ("messages", "conversations")
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning")
+"""Fields of a message that say more than its content; a row that has one is refused."""
 SUFFIXES = (".jsonl", ".parquet")
 PARQUET_ROWS = 256
 """Rows decoded at once."""
@@ -41,7 +44,7 @@ class Conversation:
     messages: tuple[Mapping[str, str], ...]
     """{"role": "system" | "user" | "assistant" | "tool", "content": text} in order, at least one."""
     reward: float | None
-    """None when the row has none; 0.0 where its result is the name of an exception."""
+    """None when the row has none, or NaN; 0.0 where its result is the name of an exception."""
     source: str
     """File and row, for messages about it: "traces.jsonl row 12", counted from 1."""
 
@@ -91,6 +94,8 @@ def _conversation(row: object, source: str) -> Conversation:
     said = next((columns[name] for name in COLUMNS if columns.get(name) is not None), None)
     if not isinstance(said, list) or not said:
         raise BadConversation(f"{source}: no list of messages in a column {' or '.join(COLUMNS)}")
+    if columns.get("tools"):
+        raise BadConversation(f"{source}: a column tools, which no message shows; write it into the system message")
     messages = [_message(message, source) for message in cast(Sequence[object], said)]
     if system := columns.get("system"):
         messages.insert(0, _message({"role": "system", "content": system}, source))
@@ -101,6 +106,11 @@ def _message(message: object, source: str) -> Mapping[str, str]:
     if not isinstance(message, dict):
         raise BadConversation(f"{source}: a message must be an object, got {message!r}")
     fields = cast(dict[str, object], message)
+    if unread := [name for name in UNREAD if fields.get(name)]:
+        raise BadConversation(
+            f"{source}: a message has {unread[0]} beside its content, which would not be trained; write it into the "
+            "content as the policy is to say it"
+        )
     role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise BadConversation(f"{source}: role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -114,11 +124,16 @@ def _reward(columns: Mapping[str, object], source: str) -> float | None:
     if (reward := columns.get("reward")) is not None:
         if not isinstance(reward, int | float):
             raise BadConversation(f"{source}: reward must be a number, got {reward!r}")
-        return float(reward)
+        return _number(reward)
     result = columns.get("result")
     if result is None:
         return None
     try:
-        return float(str(result))
+        return _number(float(str(result)))
     except ValueError:
         return 0.0
+
+
+def _number(reward: float) -> float | None:
+    """None for NaN, which tables hold where nothing judged."""
+    return None if math.isnan(reward) else float(reward)

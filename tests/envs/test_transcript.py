@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from envs.renderer import ChatRenderer, TemplateRefused
 from envs.transcript import render_transcript
+from tests.envs.templates import DROPS_EARLIER_THINKING, thinking_tokenizer
 from tests.envs.tokens import CHATML_TEMPLATE, SPECIAL, TINY_TEMPLATE, played, special_id, text_ids, tiny_renderer
 
 USER, ASSISTANT, END = special_id("<|user|>"), special_id("<|assistant|>"), special_id("<|end|>")
@@ -85,5 +86,29 @@ def test_a_template_that_refuses_or_rewrites_is_named() -> None:
     with pytest.raises(TemplateRefused, match="user first"):
         render_transcript(tiny_renderer(strict), say(("system", "s"), ("user", "u"), ("assistant", "a")))
     trims = TINY_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
-    with pytest.raises(TemplateRefused, match="does not keep message 2"):
-        render_transcript(tiny_renderer(trims), say(("user", "u"), ("assistant", "a ")))
+    marked = MARKED_TEMPLATE.replace("{{ m['content'] }}<|end|>{% endg", "{{ m['content'] | trim }}<|end|>{% endg")
+    for template in (trims, marked):
+        with pytest.raises(TemplateRefused, match="does not keep message 2"):
+            render_transcript(tiny_renderer(template), say(("user", "u"), ("assistant", "a ")))
+
+
+def test_a_template_that_drops_earlier_thinking_is_refused_with_generation_blocks_too() -> None:
+    said = "words + '<|im_end|>\\n'"
+    assert said in DROPS_EARLIER_THINKING
+    marked = DROPS_EARLIER_THINKING.replace(
+        f"{{{{- '<|im_start|>' + m.role + '\\n' + {said} -}}}}",
+        "{{- '<|im_start|>' + m.role + '\\n' -}}"
+        "{%- if m.role == 'assistant' -%}{% generation %}{{- words + '<|im_end|>' -}}{% endgeneration %}{{- '\\n' -}}"
+        "{%- else -%}{{- words + '<|im_end|>\\n' -}}{%- endif -%}",
+    )
+    assert "generation" in marked
+    messages = say(
+        ("user", "u"),
+        ("assistant", "<think>\na\n</think>\n\nb"),
+        ("user", "v"),
+        ("assistant", "<think>\nc\n</think>\n\nd"),
+    )
+    for template in (DROPS_EARLIER_THINKING, marked):
+        renderer = ChatRenderer(tokenizer=thinking_tokenizer(), template=template, special={})
+        with pytest.raises(TemplateRefused, match=r"does not keep message [24]"):
+            render_transcript(renderer, messages)

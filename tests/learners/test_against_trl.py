@@ -7,6 +7,7 @@ written out here in torch instead.
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,12 +106,6 @@ def ours(config: LossConfig, spread: float) -> tuple[float, Tensor]:
 
 
 CASES: dict[str, tuple[str, float, dict[str, Any], LossConfig]] = {
-    "clipped sequence ratios of RLOO": (
-        "RLOOTrainer",
-        0.08,
-        {},
-        LossConfig(ratio_level=RatioLevel.SEQUENCE, aggregation=Aggregation.SEQUENCE_MEAN, dual_clip=None),
-    ),
     "asymmetric dual clip, token mean": (
         "GRPOTrainer",
         0.8,
@@ -146,6 +141,20 @@ def test_loss_and_gradient_equal_those_of_trl(case: str) -> None:
     assert our_loss == pytest.approx(their_loss, rel=1e-5)
     torch.testing.assert_close(our_gradient, their_gradient * MASK_BT, rtol=1e-5, atol=1e-7)
     assert 0 < int((their_gradient[MASK_BT] != 0).sum()) <= sum(LENGTHS)
+
+
+def test_clipped_sequence_ratios_equal_those_of_trls_rloo() -> None:
+    """TRL has one loss a sequence; here each of its tokens has it, with the gradient of its own log-probability."""
+    config = LossConfig(
+        ratio_level=RatioLevel.SEQUENCE, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_SUM, dual_clip=None
+    )
+    their_loss, their_gradient = theirs("RLOOTrainer", -0.8)
+    _, our_gradient = ours(config, -0.8)
+    torch.testing.assert_close(our_gradient, their_gradient * MASK_BT, rtol=1e-5, atol=1e-7)
+    our_loss, _ = ours(replace(config, aggregation=Aggregation.SEQUENCE_MEAN), -0.8)
+    assert our_loss == pytest.approx(their_loss, abs=1e-5)
+    num_moved = int((their_gradient[MASK_BT] != 0).sum())
+    assert 0 < num_moved < sum(LENGTHS)  # clipped sequences do not move
 
 
 def test_advantages_equal_the_formulas_of_trl() -> None:

@@ -92,6 +92,17 @@ def test_packed_attention_equals_transformers_own_one_sample_at_a_time(family: t
     torch.testing.assert_close(hidden[0], expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_samples_beyond_a_sliding_window_are_refused() -> None:
+    options: dict[str, Any] = SHAPE | {"sliding_window": 8}
+    qwen: dict[str, Any] = options | {"use_sliding_window": True, "max_window_layers": 0}
+    for config in (MistralConfig(**options), Qwen2Config(**qwen), Qwen3Config(**qwen)):
+        decoder = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION).model
+        assert use_cpu_layers(decoder)
+        run(decoder, [8, 8])
+        with pytest.raises(ValueError, match="a sliding window of 8 tokens is not supported for Samples of 9"):
+            run(decoder, [9, 8])
+
+
 def test_another_family_is_left_alone_and_its_soft_cap_refused() -> None:
     decoder = make(Gemma2Config)
     assert not use_cpu_layers(decoder)

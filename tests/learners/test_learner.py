@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learners.config import AttentionKernel, LearnerConfig, LossConfig, LossKind, Precision
@@ -237,6 +238,16 @@ def test_non_finite_gradients_are_skipped_and_end_the_run_past_the_limit(tiny_mo
         NonFiniteGradients,
         match=r"2 times in a row, last in embeddings: model\.embed_tokens",
     ):
+        learner.optim_step()
+
+
+def test_one_bad_gradient_is_named_alone(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(LearnerConfig(max_nonfinite_steps=1), model=tiny_model)
+    learner.forward_backward(sft_plan(tmp_path, make_samples([12])).ranks[0], SFT, tmp_path)
+    bad = dict(learner._network.named_weights())["model.layers.1.mlp.up_proj.weight"]
+    assert isinstance(bad.grad, DTensor)
+    bad.grad.to_local()[0, 0] = math.nan
+    with pytest.raises(NonFiniteGradients, match=r"last in matrices: model\.layers\.1\.mlp\.up_proj\.weight;"):
         learner.optim_step()
 
 

@@ -173,15 +173,23 @@ def test_a_sequence_ratio_is_the_product_over_the_tokens_of_a_sample() -> None:
     assert result.loss_N.tolist() == pytest.approx([1.8, 4.0, 5.4])
 
 
-def test_a_clipped_sequence_ratio_moves_every_token_of_its_sample() -> None:
-    # One Sample, ratios 1.1 and 1.05: product 1.155, inside the clip. Each of two losses is -1.155, and each depends
-    # on both tokens, so d(sum of losses) / d(either log-probability) = -2 * 1.155.
+def test_a_clipped_sequence_ratio_weighs_each_token_of_its_sample_once() -> None:
+    # One Sample, ratios 1.1 and 1.05: product 1.155, inside the clip, for both tokens.
     config = LossConfig(ratio_level=RatioLevel.SEQUENCE)
     result, gradient = loss_and_gradient(
         config, [-1.0, -2.0], behaviours([-1.0, -2.0], [1.1, 1.05]), [1.0, 1.0], members=[0, 0]
     )
     assert result.loss_N.tolist() == pytest.approx([-1.155, -1.155])
-    assert gradient == pytest.approx([-2.31, -2.31])
+    assert gradient == pytest.approx([-1.155, -1.155])
+
+
+@pytest.mark.parametrize("level", RatioLevel)
+@pytest.mark.parametrize("kind", [LossKind.CLIPPED, LossKind.TRUNCATED, LossKind.MASKED])
+def test_on_policy_every_correction_has_the_gradient_of_reinforce(kind: LossKind, level: RatioLevel) -> None:
+    logprobs, advantages, members = [-1.0, -2.0, -0.5, -3.0], [1.0, 1.0, 1.0, -0.5], [0, 0, 0, 1]
+    config = LossConfig(kind=kind, ratio_level=level)
+    _, gradient = loss_and_gradient(config, logprobs, logprobs, advantages, members=members)
+    assert gradient == pytest.approx([-1.0, -1.0, -1.0, 0.5])
 
 
 def test_a_masked_sequence_is_left_out_whole() -> None:

@@ -1,6 +1,7 @@
 """Schedules and AdamW against numbers computed by hand, and against torch's own."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -135,6 +136,5 @@ def test_gradients_that_are_not_finite_are_named_by_group() -> None:
         parameter.grad[0] = value
     where = describe_nonfinite(weights.named_parameters())
     assert where == "matrices: proj.weight; norms and biases: proj.bias and 1 more"
-    assert "step 7: the gradient was not finite 2 times in a row, last in matrices" in str(
-        NonFiniteGradients(7, 2, where)
-    )
+    error = pickle.loads(pickle.dumps(NonFiniteGradients(7, 2, where)))  # as it travels from a rank
+    assert "step 7: the gradient was not finite 2 times in a row, last in matrices" in str(error)

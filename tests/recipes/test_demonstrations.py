@@ -1,6 +1,7 @@
 """Every kind of source becomes the same Samples; what is left out is counted or named; a restart reads them back."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from trajectories.store import StoreWriter, read_sample
 ALL = Selection(min_reward=None, min_turns=1, limit=None, shuffle_seed=None, max_tokens=100, overlong=Overlong.REFUSE)
 SAID = [("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b")]
 MESSAGES = [{"role": role, "content": content} for role, content in SAID]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "bash"}}]}
+THOUGHT = {"role": "assistant", "content": "42", "reasoning_content": "six times seven"}
 SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": content} for role, content in SAID]
 
 
@@ -139,6 +142,9 @@ async def test_a_restart_reads_back_what_was_rendered_whatever_became_of_the_sou
         ({"messages": [{"role": "robot", "content": "x"}]}, "row 2: role must be one of .*'robot'"),
         ({"messages": [{"role": "user", "content": None}]}, "row 2: the content of a message must be text"),
         ({"messages": MESSAGES, "reward": "high"}, "row 2: reward must be a number"),
+        ({"messages": [CALL]}, "row 2: a message has tool_calls beside its content"),
+        ({"messages": [THOUGHT]}, "row 2: a message has reasoning_content beside its content"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "row 2: a column tools"),
     ],
 )
 async def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -149,8 +155,17 @@ async def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, row: dict[
 
 async def test_rows_without_a_reward_are_not_selected_by_it_in_silence(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", {"messages": MESSAGES})
-    with pytest.raises(ValueError, match=r"row 1 has no reward to select it by; give --min-reward None"):
-        await load(tmp_path, path, replace(ALL, min_reward=1.0))
+    unjudged = write_jsonl(tmp_path / "nan.jsonl", {"messages": MESSAGES, "reward": math.nan})
+    named = write_jsonl(tmp_path / "result.jsonl", {"messages": MESSAGES, "result": "nan"})
+    for source in (path, unjudged, named):
+        with pytest.raises(ValueError, match=r"row 1 has no reward to select it by; give --min-reward None"):
+            await load(tmp_path, source, replace(ALL, min_reward=1.0))
+
+
+async def test_columns_that_are_empty_say_nothing(tmp_path: Path) -> None:
+    empty = [message | {"tool_calls": None, "reasoning_content": ""} for message in MESSAGES]
+    path = write_jsonl(tmp_path / "rows.jsonl", {"messages": empty, "tools": []})
+    assert (await load(tmp_path, path)).counts["kept"] == 1
 
 
 async def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
