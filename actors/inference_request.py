@@ -70,8 +70,10 @@ def rest_of(request: Request, parts: Sequence[Part]) -> Request:
 def spans_of(starts: Sequence[tuple[str, int]], begin: int, end: int) -> tuple[VersionSpan, ...]:
     """Spans of tokens [begin, end) of a reply whose versions begin at `starts`, (label, first token) each.
 
-    [("0.1", 0), ("0.2", 5)], 4, 7 -> one token of 0.1, two of 0.2
+    [("0.1", 0), ("0.2", 5)], 4, 7 -> one token of 0.1, two of 0.2; a reply dropped before its first token has no starts
     """
+    if begin == end:
+        return ()
     ends = [start for _, start in starts[1:]] + [end]
     cut = [(label, min(stop, end) - max(start, begin)) for (label, start), stop in zip(starts, ends, strict=True)]
     return tuple(VersionSpan(version=parse_version(label), num_tokens=num) for label, num in cut if num > 0)

@@ -67,7 +67,8 @@ class PoolSampler:
             async with asyncio.timeout(self._config.request_timeout_s):
                 return await self._sample(request, key, failures)
         except TimeoutError as error:
-            asked = self._sticky[key].name if key in self._sticky else ", ".join(self._routes) or "any server"
+            sticky = self._sticky.pop(key, None)  # the next attempt may find a server that answers
+            asked = sticky.name if sticky is not None else ", ".join(self._routes) or "any server"
             detail = f"; before that: {'; '.join(failures)}" if failures else ""
             raise SamplerError(
                 f"no completion from {asked} within {self._config.request_timeout_s:g} s{detail}"

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import itertools
 import logging
+import socket
 import struct
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,6 +30,8 @@ from trajectories.schema import VersionSpan
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+"""A peer silent for 10 s is asked every 5 s; 25 s (the last is in ms) without an answer end the connection."""
 ERRORS: dict[str, type[EpisodeError]] = {
     error.__name__: error
     for error in (ServerGone, RequestDropped, ServerNotReady, NonFiniteLogprobs, ContextLimit, SamplerError)
@@ -53,6 +56,7 @@ async def serve(handle: Handler, host: str, token: str, *, load: Callable[[], in
     numbers = itertools.count()
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _end_when_unreachable(writer.transport)
         await _serve_connection(reader, writer, handle, token, load, next(numbers))
 
     server = await asyncio.start_server(on_connection, host, 0)
@@ -115,6 +119,7 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of asyncio's
+        _end_when_unreachable(transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop: hands on each Part, and resolves the requests whose answers are complete."""
@@ -192,6 +197,15 @@ async def _answer(
     except EpisodeError as error:
         if not writer.is_closing():
             writer.write(_frame([number, load(), type(error).__name__, str(error)]))
+
+
+def _end_when_unreachable(transport: asyncio.BaseTransport) -> None:
+    """Has the kernel end a connection whose other end no longer answers: a lost node sends no farewell."""
+    peer = transport.get_extra_info("socket")
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux has them all
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _finish(

@@ -62,6 +62,11 @@ class ProbedServer(Protocol):
 class SyncedServer(ProbedServer, Protocol):
     """One server that loads stages."""
 
+    @property
+    def pid(self) -> int:
+        """Its process; 0 while that is down or out of reach."""
+        ...
+
     async def load(
         self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool, deadline_s: float
     ) -> LoadReport:

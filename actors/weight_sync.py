@@ -101,6 +101,8 @@ class WeightSync:
         self._stop_following = False
         self._served: dict[str, PolicyVersion] = {}
         """The version that each proven server took last."""
+        self._proven: dict[str, int] = {}
+        """The process of each server that passed the canary."""
         self._locks: dict[str, asyncio.Lock] = {}
         """One per server: a roll and a restarted server's canary never meet."""
         self._gaps = ProbeGaps(self._config)
@@ -173,19 +175,21 @@ class WeightSync:
         return _metrics(reports, gaps) | {"sync/probe_alarm": float(self._gaps.is_alarming(gaps))}
 
     async def _update(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
-        """Load and probe; before the server's first use the canary too, and requests are kept out until it passed."""
+        """Load and probe; before a process's first use the canary too, and requests are kept out until it passed."""
         async with self._locks.setdefault(server.name, asyncio.Lock()):
             return await self._update_alone(server, published)
 
     async def _update_alone(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         config = self._config
-        is_known = server.name in self._served or not config.canary
+        pid = server.pid
+        is_known = not config.canary or (pid != 0 and self._proven.get(server.name) == pid)
         report = await load_published(server, published, config, admits=is_known)
         is_exact = self._target.dtype is DType.FLOAT32 and config.probe_is_exact
         gap = await check_probe(server, published.probe, config, is_exact=is_exact)
         if not is_known:
             await check_canary(server, published, config)
             await admit(server, config)
+            self._proven[server.name] = pid
         self._served[server.name] = published.manifest.version
         self._gaps.add(gap)
         if self._on_served is not None:
@@ -195,9 +199,13 @@ class WeightSync:
     async def _heal(self, server: SyncedServer) -> None:
         """Gives a restarted server the published weights and proves them anew, canary included."""
         async with self._order:
-            if self._published is not None:
-                self._served.pop(server.name, None)
+            if self._published is not None and not self._is_served(server, self._published):
                 await self._update(server, self._published)
+
+    def _is_served(self, server: SyncedServer, published: Published) -> bool:
+        """Whether this very process has the version: a roll may have come to it before."""
+        took = self._served.get(server.name) == published.manifest.version
+        return took and server.pid != 0 and self._proven.get(server.name) == server.pid
 
     async def _settle(self) -> dict[str, float]:
         """Lets the follower end with the server it is at; returns its metrics, or raises what failed there."""

@@ -8,6 +8,7 @@ BudgetExceeded when the budget is spent, TeacherRefused when the endpoint will n
 """
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -165,7 +166,7 @@ class Endpoint:
                     raise BudgetExceeded(f"the account of teacher {self._teacher.model} is used up: {error}") from error
                 self.limiter.throttle(began, retry_after_s(error.response.headers.get("retry-after")))
                 return None
-            except (openai.APIConnectionError, openai.InternalServerError) as error:
+            except (openai.APIConnectionError, openai.InternalServerError, _NoCompletion) as error:
                 failures.append(f"{type(error).__name__}: {error}")
                 logger.warning("teacher=%s attempt=%d failed: %s", self._teacher.model, len(failures), error)
             except openai.APIStatusError as error:
@@ -177,7 +178,10 @@ class Endpoint:
         return None
 
     async def _request(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Any:
+        """A chat completion. Raises _NoCompletion for what a proxy may answer in its place, with status 200."""
         import openai
+        from openai.types.chat import ChatCompletion
+        from openai.types.chat.chat_completion import Choice
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
@@ -186,21 +190,31 @@ class Endpoint:
                 max_retries=0,  # retries are ours: they must pass the limiter
                 timeout=self._teacher.request_timeout_s,
             )
-        return await self._client.chat.completions.create(
-            model=self._teacher.model,
-            messages=cast(Any, list(messages)),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            max_tokens=params.max_tokens,
-        )
+        try:
+            response: Any = await self._client.chat.completions.create(
+                model=self._teacher.model,
+                messages=cast(Any, list(messages)),
+                temperature=params.temperature,
+                top_p=params.top_p,
+                max_tokens=params.max_tokens,
+            )
+        except json.JSONDecodeError as error:
+            raise _NoCompletion(f"the answer is no JSON: {error}") from error
+        choices: Any = response.choices if isinstance(response, ChatCompletion) else None
+        if not choices or not all(isinstance(choice, Choice) and choice.message for choice in choices):
+            raise _NoCompletion(f"the answer is no chat completion: {str(response)[:200]}")
+        return response
 
     def _read(self, response: Any) -> RemoteReply:
         usage = self.budget.add(response.usage)
-        choice = response.choices[0] if response.choices else None
-        if choice is None or choice.finish_reason not in ("stop", "length"):
-            why = choice.finish_reason if choice else "no choice"
-            raise SamplerError(f"teacher {self._teacher.model} gave no reply in words: {why}")
+        choice = response.choices[0]
+        if choice.finish_reason not in ("stop", "length"):
+            raise SamplerError(f"teacher {self._teacher.model} gave no reply in words: {choice.finish_reason}")
         return RemoteReply(text=choice.message.content or "", finish_reason=choice.finish_reason, usage=usage)
+
+
+class _NoCompletion(Exception):
+    """An answer of status 200 that is something else; it may pass, as an overloaded proxy does."""
 
 
 class _Budget:

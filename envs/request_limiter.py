@@ -36,7 +36,8 @@ class Limiter:
             await self._changed.wait_for(lambda: self._running < int(self.limit))
             self._running += 1
         try:
-            await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
+            while (left_s := self._paused_until - time.monotonic()) > 0:  # noqa: ASYNC110  it may have grown
+                await asyncio.sleep(left_s)
             yield time.monotonic()
         finally:
             self._running -= 1

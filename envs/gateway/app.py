@@ -60,7 +60,7 @@ def make_app(sessions: Sessions, prompts: ChatPrompts, *, model: str) -> Starlet
         return JSONResponse(spell_chat(request, answer, prompts))
 
     async def completions(session: Session, body: Json) -> Response:
-        request = read_completion(body)
+        request = read_completion(body, num_tokens=prompts.num_tokens)
         checked(request.model)
         answer = await answer_completion(session, request)
         if request.is_stream:
@@ -163,6 +163,11 @@ async def _read_body(request: Request) -> Json:
             raise Refused(413, f"a body may hold {MAX_BODY_BYTES} bytes")
     try:
         body = cast(object, json.loads(bytes(data)))
+        json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise Refused(400, "the body is not Unicode text (it holds half a surrogate pair)") from None
     except ValueError as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

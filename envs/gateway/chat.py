@@ -20,6 +20,7 @@ from envs.gateway.protocol import (
     make_id,
     now,
     pieces,
+    read_objects,
     read_text,
     read_tool,
 )
@@ -57,7 +58,7 @@ def read_chat(body: Json) -> ChatRequest:
         tools = []
     elif choice not in (None, "auto"):
         raise Refused(400, f'tool_choice={choice!r} cannot be enforced; use "auto" or "none"', param="tool_choice")
-    options = cast(Json, fields.get("stream_options") or {})
+    options = fields.mapping("stream_options")
     request = ChatRequest(
         model=fields.text("model"),
         said=said,
@@ -190,12 +191,12 @@ def _spell_logprobs(answer: Answer, prompts: ChatPrompts) -> Json:
 
 def _read_message(item: Json) -> Said:
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise Refused(400, f"a message has role {role!r}; known are {', '.join(_ROLES)}", param="messages")
     content = read_text(item.get("content"), "messages.content")
     if role != "assistant":
         return Said(role=_ROLES[role], content=content)
-    calls = cast(list[Json], item.get("tool_calls") or [])
+    calls = read_objects(item.get("tool_calls"), "messages.tool_calls")
     return Said(role="assistant", content=content, calls=tuple(_read_call(call) for call in calls))
 
 

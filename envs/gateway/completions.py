@@ -26,13 +26,13 @@ class CompletionRequest:
     has_ids: bool
 
 
-def read_completion(body: Json) -> CompletionRequest:
-    """The request. Raises Refused."""
+def read_completion(body: Json, *, num_tokens: int) -> CompletionRequest:
+    """The request; ids in it are below `num_tokens`. Raises Refused."""
     fields = Fields(body=body)
-    options = cast(Json, fields.get("stream_options") or {})
+    options = fields.mapping("stream_options")
     request = CompletionRequest(
         model=fields.text("model"),
-        prompt=_read_prompt(fields.get("prompt")),
+        prompt=_read_prompt(fields.get("prompt"), num_tokens),
         wanted=read_wanted(fields, "max_tokens"),
         is_stream=fields.flag("stream"),
         has_usage=bool(options.get("include_usage")),
@@ -88,7 +88,7 @@ def _head(request: CompletionRequest) -> Json:
     return {"id": make_id("cmpl-"), "object": "text_completion", "created": now(), "model": request.model}
 
 
-def _read_prompt(value: object) -> str | list[int]:
+def _read_prompt(value: object, num_tokens: int) -> str | list[int]:
     listed = cast(list[object], value) if isinstance(value, list) else []
     prompt: object = listed[0] if len(listed) == 1 else cast(object, value)
     if isinstance(prompt, int):
@@ -97,5 +97,8 @@ def _read_prompt(value: object) -> str | list[int]:
         return read_text(prompt, "prompt")
     ids = cast(list[object], prompt)
     if isinstance(prompt, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        return cast(list[int], prompt)
+        known = cast(list[int], prompt)
+        if unknown := [i for i in known if not 0 <= i < num_tokens]:
+            raise Refused(400, f"prompt has the token id {unknown[0]}; ids are 0 to {num_tokens - 1}", param="prompt")
+        return known
     raise Refused(400, "prompt must be one text or one list of token ids, and not empty", param="prompt")

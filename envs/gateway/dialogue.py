@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, cast
 
+from envs.tool_calls import ToolCall as ParsedCall
 from envs.tool_calls import parse_tool_calls
 
 
@@ -23,7 +24,7 @@ class ToolCall:
         """The arguments as values; under "text" where the policy wrote something else than a JSON object."""
         try:
             value = cast(object, json.loads(self.arguments))
-        except ValueError:
+        except (ValueError, RecursionError):
             value = self.arguments
         return cast(Any, value) if isinstance(value, dict) else {"text": self.arguments}
 
@@ -67,13 +68,16 @@ def spell_json(value: object) -> str:
 def make_call(name: str, arguments: object) -> ToolCall:
     """A call with its arguments in the one spelling; `arguments` is a JSON text, or a value.
 
-    A text that is no JSON is kept as it is: a client must be able to send back what a policy wrote.
+    A text that is no JSON, or none that can be spelled, is kept as it is: a client must be able to send back what a
+    policy wrote.
     """
     if isinstance(arguments, str):
         try:
-            arguments = cast(object, json.loads(arguments or "{}"))
-        except ValueError:
+            spelled = spell_json(json.loads(arguments or "{}"))
+            spelled.encode()
+        except (ValueError, RecursionError):  # half a surrogate pair is a ValueError
             return ToolCall(name=name, arguments=arguments)
+        return ToolCall(name=name, arguments=spelled)
     return ToolCall(name=name, arguments=spell_json(arguments))
 
 
@@ -87,10 +91,19 @@ def parse_reply(text: str) -> Said:
 
     A call that cannot be made stays among the words: the client then sees what the policy wrote.
     """
-    blocks = [block for block in parse_tool_calls(text) if not block.call.error]
+    blocks = [block for block in parse_tool_calls(text) if not block.call.error and _is_json(block.call)]
     if not blocks:
         return Said(role="assistant", content=text)
     edges = [0, *(edge for block in blocks for edge in (block.begin, block.end)), len(text)]
     words = [text[begin:end].strip() for begin, end in zip(edges[::2], edges[1::2], strict=True)]
     calls = tuple(make_call(block.call.name, block.call.arguments) for block in blocks)
     return Said(role="assistant", content="\n".join(part for part in words if part), calls=calls)
+
+
+def _is_json(call: ParsedCall) -> bool:
+    """Whether every client can read it: Python takes NaN and half a surrogate pair for JSON, others do not."""
+    try:
+        json.dumps([call.name, dict(call.arguments)], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True

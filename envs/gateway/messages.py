@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from envs.gateway.dialogue import Said, Tool, ToolCall, make_call, spell_json
-from envs.gateway.protocol import Event, Fields, Json, Refused, check_dialogue, make_id, pieces, read_text, read_tool
+from envs.gateway.protocol import (
+    Event,
+    Fields,
+    Json,
+    Refused,
+    check_dialogue,
+    make_id,
+    pieces,
+    read_objects,
+    read_text,
+    read_tool,
+)
 from envs.gateway.session import Answer, Session, Wanted
 
 
@@ -32,7 +43,7 @@ def read_messages(body: Json, *, counts_only: bool = False) -> MessageRequest:
         said += _read_message(item)
     check_dialogue(said)
     tools = [_read_tool(item) for item in fields.items("tools")]
-    choice = cast(Json, fields.get("tool_choice") or {}).get("type", "auto")
+    choice = fields.mapping("tool_choice").get("type", "auto")
     if choice not in ("auto", "none"):
         raise Refused(400, f"tool_choice {choice!r} cannot be enforced; use auto or none", param="tool_choice")
     max_tokens = fields.count("max_tokens", 1)
@@ -133,7 +144,7 @@ def _read_message(item: Json) -> list[Said]:
         raise Refused(400, f"a message has role {role!r}; known are user and assistant", param="messages")
     if not isinstance(content, list):
         return [Said(role=str(role), content=read_text(content, "messages.content"))]
-    blocks = cast(list[Json], content)
+    blocks = read_objects(cast(object, content), "messages.content")
     results = [b for b in blocks if b.get("type") == "tool_result"]
     uses = [b for b in blocks if b.get("type") == "tool_use"]
     words = [b for b in blocks if b.get("type") not in ("tool_result", "tool_use")]

@@ -44,6 +44,11 @@ class ChatPrompts:
         self.renderer = renderer
         self._template = compile_template(renderer.template)
 
+    @property
+    def num_tokens(self) -> int:
+        """Size of the tokenizer's vocabulary."""
+        return self.renderer.tokenizer.get_vocab_size()
+
     def first(self, said: Sequence[Said], tools: Sequence[Tool]) -> list[int]:
         """Ids of a whole dialogue, as written, and the next reply's header. TemplateRefused when it has no form."""
         messages = [_message(each) for each in said] if self._knows_tools else _with_tools(_folded(said), tools)
@@ -131,7 +136,7 @@ def _message(said: Said) -> dict[str, Any]:
 def _value(arguments: str) -> object:
     try:
         return cast(object, json.loads(arguments))
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -85,14 +85,16 @@ class Fields:
             raise Refused(400, f"{name} must be a whole number >= {low}, got {value!r}", param=name)
         return value
 
+    def mapping(self, name: str) -> Json:
+        """An object; empty when absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise Refused(400, f"{name} must be an object, got {_kind(value)}", param=name)
+        return cast(Json, value or {})
+
     def items(self, name: str) -> list[Json]:
         """A list of objects; empty when absent."""
-        value = self.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast(list[object], value)):
-            raise Refused(400, f"{name} must be a list of objects", param=name)
-        return cast(list[Json], value)
+        return read_objects(self.get(name), name)
 
     def neutral(self, name: str, *values: object) -> None:
         """A field that is understood only where it asks for nothing: absent, null or one of `values`."""
@@ -119,6 +121,15 @@ def make_id(prefix: str) -> str:
 def now() -> int:
     """Seconds since 1970, as the protocols stamp objects."""
     return int(time.time())
+
+
+def read_objects(value: object, where: str) -> list[Json]:
+    """A list of objects; empty for null."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast(list[object], value)):
+        raise Refused(400, f"{where} must be a list of objects", param=where)
+    return cast(list[Json], value)
 
 
 def read_text(content: object, where: str, kinds: Sequence[str] = ("text",)) -> str:

@@ -89,6 +89,7 @@ class Served:
     """A learner that trains adapters, and the engine that serves them, as a SyncedServer."""
 
     name = "server-0"
+    pid = 1
 
     def __init__(self, engine: Engine, model: Path, directory: Path) -> None:
         self.engine = engine

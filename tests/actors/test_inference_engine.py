@@ -49,6 +49,10 @@ class Served:
     def name(self) -> str:
         return "server-0"
 
+    @property
+    def pid(self) -> int:
+        return 1
+
     def stage(self) -> Manifest:
         """The reference's weights as the next version."""
         self.n += 1
@@ -206,6 +210,17 @@ async def test_a_request_that_comes_while_weights_are_replaced_reads_no_older_ca
     num_cached, gap = await cached_tokens(served, prompt, salt="")
     assert updating.done()
     assert num_cached == 0 and gap < 1e-5
+
+
+async def test_a_request_that_is_dropped_before_its_first_token_says_so(served: Served):
+    prompts = [[k, *range(200)] for k in range(40)]
+    params = SamplingParams(max_tokens=40)
+    replies = [asyncio.create_task(served.sample(ids, params, stop_ids=[], key="d")) for ids in prompts]
+    await asyncio.sleep(0.05)
+    await served.engine._llm.pause_generation(mode="abort")
+    errors = await asyncio.gather(*replies, return_exceptions=True)
+    await served.engine._llm.resume_generation()
+    assert [type(error) for error in errors] == [RequestDropped] * len(prompts)
 
 
 async def test_a_request_that_is_on_its_way_into_vllm_is_there_before_an_update(

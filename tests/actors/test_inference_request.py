@@ -15,6 +15,7 @@ def test_spans_are_cut_where_the_part_begins_and_ends():
     assert spans_of(starts, 0, 5) == (span(V1, 5),)
     assert spans_of(starts, 5, 6) == (span(V2, 1),)
     assert spans_of(starts, 3, 3) == ()
+    assert spans_of([], 0, 0) == ()  # dropped before its first token
 
 
 def test_parts_join_and_neighbouring_spans_of_one_version_become_one():

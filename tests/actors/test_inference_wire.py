@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -51,6 +52,21 @@ async def test_a_request_and_the_parts_of_its_reply_cross_unchanged():
     (request,) = seen
     assert list(request.prompt_ids) == [1, 2, 70_000] and list(request.stop_ids) == [2] and request.params == PARAMS
     assert (request.priority, request.salt) == (1_800_000_000_000, "t.0")
+
+
+async def test_a_connection_to_a_node_that_was_lost_ends_within_half_a_minute():
+    async def handle(request, request_id):
+        yield REPLY
+
+    async with channel_to(handle) as channel:
+        peer = channel._transport.get_extra_info("socket")
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+        idle, interval, count = (
+            peer.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + interval * count <= 30
 
 
 async def test_the_first_to_end_is_answered_first():

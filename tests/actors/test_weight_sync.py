@@ -1,3 +1,4 @@
+import asyncio
 import os
 from pathlib import Path
 
@@ -182,11 +183,42 @@ async def test_a_restarted_servers_canary_and_a_roll_take_turns(tmp_path):
     assert target.heal is not None
     source.step()
     await sync.publish(V1)
+    server.restart()
     await target.heal(server)
     source.step()
     await sync.publish(V2)
     await sync.close()
     assert server.is_open and server.quarantined == ""
+
+
+async def test_a_roll_that_comes_to_a_restarted_server_first_runs_its_canary(tmp_path):
+    server, source = FakeServer("a"), FakeSource()
+    target = FakeTarget(server, FakeServer("b"))
+    sync = sync_of(target, tmp_path, source)
+    await sync.publish(V0)
+    assert server.loaded == [V0, V0], "the update and the canary's restore"
+    source.delay_s = 0.2
+    publishing = asyncio.create_task(sync.publish(V1))
+    await asyncio.sleep(0.05)
+    server.restart()
+    assert target.heal is not None
+    healing = asyncio.ensure_future(target.heal(server))
+    await publishing
+    assert server.loaded == [V0, V0, V1, V1]
+    await healing
+    assert server.loaded == [V0, V0, V1, V1], "healed by the roll, once"
+
+
+async def test_a_restarted_server_that_stays_deaf_does_not_sample(tmp_path):
+    server, source = FakeServer("a"), FakeSource()
+    target = FakeTarget(server, FakeServer("b"))
+    sync = sync_of(target, tmp_path, source)
+    await sync.publish(V0)
+    server.restart()
+    server.deaf, server.reads_back = ("lm_head.weight",), False
+    with pytest.raises(VersionProofError, match="canary of a"):
+        await sync.publish(V1)
+    assert not server.is_open and "lm_head" in server.quarantined
 
 
 async def test_after_a_restore_every_server_has_the_weights_when_publish_returns(tmp_path):

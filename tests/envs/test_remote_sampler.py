@@ -1,6 +1,7 @@
 """A teacher behind an endpoint: what is said, what is counted, and what its failures become."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from email.utils import formatdate
@@ -22,7 +23,7 @@ from envs.sandbox import Sandbox
 from envs.task import Task
 from tests.envs.task_dirs import make_task_dir
 from tests.fakes.directory_sandbox import DirectoryProvider
-from tests.fakes.endpoint import Fails, FakeEndpoint, Hangs
+from tests.fakes.endpoint import Fails, FakeEndpoint, Hangs, Says
 from tests.fakes.harness import FunctionHarness
 from trajectories.schema import Usage
 
@@ -78,6 +79,32 @@ async def test_what_may_pass_is_tried_again() -> None:
     async with asking(fake) as endpoint:
         assert await ask(endpoint) == ["reply 1"]
     assert len(fake.bodies) == 4
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        Says(body="<html>busy</html>", media_type="text/html"),
+        Says(body=""),
+        Says(body='{"id": "x", "cho'),
+        Says(body='{"error": {"message": "upstream is down", "code": 502}}'),
+        Says(body='{"choices": []}'),
+        Says(body='{"choices": ["x"]}'),
+        Says(body='{"choices": [{"finish_reason": "stop"}]}'),
+        Says(body="[1]"),
+        Says(body="7"),
+        Says(body="null"),
+    ],
+)
+async def test_an_answer_that_is_no_completion_is_tried_again(says: Says) -> None:
+    fake = FakeEndpoint([says])
+    async with asking(fake, max_tokens=10_000) as endpoint:
+        assert await ask(endpoint) == ["reply 1"]
+        assert endpoint.budget.spent == ONE_REPLY
+    fake = FakeEndpoint([says, says])
+    async with asking(fake, max_attempts=2) as endpoint:
+        with pytest.raises(SamplerError, match="the answer is no"):
+            await ask(endpoint)
 
 
 async def test_a_request_that_hangs_is_given_up_and_tried_again() -> None:
@@ -157,6 +184,25 @@ def test_a_round_of_successes_adds_one_and_a_round_of_429s_halves_once() -> None
     assert limiter.limit == pytest.approx(4.48, abs=0.03)
     limiter.throttle(1e18, 0.0)
     assert limiter.limit == pytest.approx(2.24, abs=0.02)
+
+
+async def test_no_request_begins_in_a_pause_that_grew_while_it_waited() -> None:
+    limiter = Limiter(8)
+    began_at: list[float] = []
+
+    async def throttled(after_s: float, pause_s: float) -> None:
+        async with limiter.slot() as began:
+            await asyncio.sleep(after_s)
+            limiter.throttle(began, pause_s)
+
+    async def third() -> None:
+        await asyncio.sleep(0.02)
+        async with limiter.slot() as began:
+            began_at.append(began)
+
+    start = time.monotonic()
+    await asyncio.gather(throttled(0.01, 0.05), throttled(0.03, 0.2), third())
+    assert began_at[0] - start >= 0.23
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), (None, 0.01), ("soon", 0.01)])

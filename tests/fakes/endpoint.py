@@ -26,6 +26,14 @@ class Fails:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Says:
+    """Status 200, with this text as its body."""
+
+    body: str
+    media_type: str = "application/json"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hangs:
     """No answer for so long."""
 
@@ -37,7 +45,7 @@ class FakeEndpoint:
 
     def __init__(
         self,
-        script: Sequence[Fails | Hangs | None] = (),
+        script: Sequence[Fails | Hangs | Says | None] = (),
         *,
         capacity: int | None = None,
         has_usage: bool = True,
@@ -63,6 +71,8 @@ class FakeEndpoint:
             await asyncio.sleep(todo.seconds)
         if isinstance(todo, Fails):
             return _error(todo)
+        if isinstance(todo, Says):
+            return Response(todo.body, media_type=todo.media_type)
         if self._capacity is not None and self._running >= self._capacity:
             self.num_throttled += 1
             return _error(Fails(status=429, code="rate_limit_exceeded", headers={"Retry-After": "0.01"}))

@@ -1,6 +1,7 @@
 """FakeServer and FakeSource: weight sync without engines. A tensor's mean stands for all that it makes a server say."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,11 +53,15 @@ class FakeSource:
         return say(self.weights, ids)
 
 
+_PIDS = itertools.count(1)
+
+
 class FakeServer:
     """A SyncedServer that keeps the tensors named in `deaf` as they were at its first load."""
 
     def __init__(self, name: str, *, deaf: Sequence[str] = (), delay_s: float = 0.0) -> None:
         self.name = name
+        self.pid = next(_PIDS)
         self.deaf = tuple(deaf)
         self.delay_s = delay_s
         self.reads_back = True
@@ -66,6 +71,12 @@ class FakeServer:
         self.loaded: list[PolicyVersion] = []
         self.manifests: list[Manifest] = []
         self.weights: dict[str, torch.Tensor] = {}
+
+    def restart(self) -> None:
+        """A new process under the old name, without weights."""
+        self.pid = next(_PIDS)
+        self.weights = {}
+        self.is_open = False
 
     async def load(
         self, manifest: Manifest, mode: UpdateMode, max_columns: int, admits: bool, deadline_s: float
