@@ -13,8 +13,6 @@ from pathlib import Path
 MARKER = "COMPLETE"
 """The file that makes a directory a checkpoint; learners/checkpoint.py writes it last."""
 _NAME = re.compile(r"\d+-\d+")
-SCORE = "SCORE"
-"""The file in it that holds its score, where it has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +24,7 @@ class RetentionConfig:
     every: int = 0
     """Those whose step divides by this; 0 names none."""
     best: int = 1
-    """So many of the highest score, earlier ones first among equals; those without a score are never best."""
+    """So many of the highest score, later ones first among equals; those without a score are never best."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -42,28 +40,21 @@ def kept(config: RetentionConfig, steps: Sequence[int], scores: Mapping[int, flo
     """
     latest = range(max(0, len(steps) - config.last), len(steps))
     periodic = (index for index, step in enumerate(steps) if config.every and step % config.every == 0)
-    ranked = sorted(scores, key=lambda index: (-scores[index], index))
+    ranked = sorted(scores, key=lambda index: (scores[index], index), reverse=True)
     return {*latest, *periodic, *ranked[: config.best]}
 
 
-def retain(config: RetentionConfig, root: Path, *, score: float | None) -> list[str]:
-    """Names of the checkpoints under `root` that need not stay and were removed; the latest is given its score first.
+def retain(config: RetentionConfig, root: Path, scores: Mapping[int, float]) -> list[str]:
+    """Names of the checkpoints under `root` that need not stay and were removed; `scores` by step.
 
     Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
     without a completion marker (being written, or not ours) are left alone.
     """
     complete = (path.name for path in root.iterdir() if is_checkpoint(path.name) and (path / MARKER).is_file())
     names = sorted(complete, key=order_of)
-    if not names:
-        return []
-    if score is not None:
-        (root / names[-1] / SCORE).write_text(repr(score))
-    scores = {
-        index: float((root / name / SCORE).read_text())
-        for index, name in enumerate(names)
-        if (root / name / SCORE).is_file()
-    }
-    stay = kept(config, [order_of(name)[1] for name in names], scores)
+    steps = [order_of(name)[1] for name in names]
+    scored = {index: scores[step] for index, step in enumerate(steps) if step in scores}
+    stay = kept(config, steps, scored)
     removed = [name for index, name in enumerate(names) if index not in stay]
     for name in removed:
         doomed = root / f"{name}.old"

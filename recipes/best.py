@@ -7,7 +7,7 @@ a run may collapse after its peak (arXiv 2606.24855 released step 45 of a run th
 """
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -56,21 +56,20 @@ def scores_of(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[int, f
     return evaluated or {step: metrics["reward_mean"] for step, metrics in history if "reward_mean" in metrics}
 
 
-def trailing_score(history: Sequence[tuple[int, Mapping[str, float]]], window: int) -> float | None:
-    """The mean of the last `window` scores; None with fewer."""
-    last = list(scores_of(history).values())[-window:]
-    return fmean(last) if len(last) == window else None
+def trailing_means(versions: Iterable[int], scores: Mapping[int, float], window: int) -> dict[int, float]:
+    """The mean of the last `window` scores up to each of `versions` that has so many behind it.
 
-
-def best_version(saved: Collection[int], scores: Mapping[int, float], window: int) -> int | None:
-    """The saved version with the highest mean of the last `window` scores up to it, the later one of equals.
-
-    None when no saved version has so many scores behind it. Saved 2 and 4, scores {1: .2, 2: .4, 3: .9, 4: .1} over a
-    window of 2: the means are 0.3 at 2 and 0.5 at 4, so the best is 4.
+    Versions 2 and 4, scores {1: .2, 2: .4, 3: .9, 4: .1} over a window of 2 -> {2: 0.3, 4: 0.5}
     """
     means: dict[int, float] = {}
-    for version in saved:
+    for version in versions:
         behind = [score for n, score in sorted(scores.items()) if n <= version][-window:]
         if len(behind) == window:
             means[version] = fmean(behind)
+    return means
+
+
+def best_version(saved: Collection[int], scores: Mapping[int, float], window: int) -> int | None:
+    """The saved version with the highest trailing mean, the later one of equals; None when none has one."""
+    means = trailing_means(saved, scores, window)
     return max(means, key=lambda version: (means[version], version), default=None)

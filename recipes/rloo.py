@@ -31,7 +31,7 @@ from learners.config import AdvantageKind, LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch
 from learners.retention import RetentionConfig, retain
 from recipes.alarms import AlarmConfig, raised_alarms
-from recipes.best import save_best, trailing_score
+from recipes.best import save_best, scores_of, trailing_means
 from recipes.disk import DiskConfig, disk_usage, over_budget
 from recipes.interrupt import finish
 from recipes.launch import launch
@@ -221,10 +221,13 @@ async def _step(config: Config, run: Run, parts: Parts) -> dict[str, float]:
 
 async def _begin_checkpoint(config: Config, parts: Parts) -> None:
     """It is written while the next steps are taken; once it counts, older ones may go."""
-    version, score = parts.progress.version, trailing_score(parts.progress.history, config.alarms.window)
+    version = parts.progress.version
 
     def then() -> None:
-        retain(config.retention, parts.checkpoints.directory, score=score)
+        history = parts.progress.history
+        versions = (step for step, _ in history)
+        scores = trailing_means(versions, scores_of(history), config.alarms.window)  # anew: evaluations come in late
+        retain(config.retention, parts.checkpoints.directory, scores)
         parts.progress.num_restores = 0
         if config.disk.keep_steps is not None:
             prune(parts.ledger, parts.store, version, keep_steps=config.disk.keep_steps)

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from recipes.best import best_version, save_best, scores_of
+import pytest
+
+from learners.retention import MARKER, RetentionConfig, retain
+from recipes.best import best_version, save_best, scores_of, trailing_means
 
 SCORES = {1: 0.2, 2: 0.4, 3: 0.9, 4: 0.1, 5: 0.6}
 
@@ -11,6 +14,11 @@ def test_the_best_version_has_the_best_mean_and_not_the_luckiest_step() -> None:
     assert best_version([2, 4], SCORES, window=2) == 4, "means 0.3 and 0.5"
     assert best_version([3, 4, 5], SCORES, window=2) == 3, "means 0.65, 0.5 and 0.35"
     assert best_version([3, 5], SCORES, window=3) == 5, "means 0.5 and 0.533"
+
+
+def test_trailing_means_by_hand() -> None:
+    assert trailing_means([2, 4], SCORES, window=2) == pytest.approx({2: 0.3, 4: 0.5})
+    assert trailing_means([1, 3], SCORES, window=3) == pytest.approx({3: 0.5})
 
 
 def test_a_version_without_enough_scores_behind_it_is_not_judged() -> None:
@@ -54,3 +62,22 @@ async def test_the_last_version_is_not_saved_twice(tmp_path: Path) -> None:
     history = [(n, {"reward_mean": score}) for n, score in SCORES.items()]
     assert await save_best(tmp_path, learner, 4, history, window=2) == 4
     assert learner.calls == []
+
+
+@pytest.mark.parametrize("num_late", [0, 1, 3])
+def test_the_best_of_all_checkpoints_is_among_those_that_stay(tmp_path: Path, num_late: int) -> None:
+    """Rewards are high from the start, evaluations come in late, and the policy collapses after version 9."""
+    evaluated = {n: 0.4 - 0.04 * abs(n - 9) for n in range(1, 21)}
+    history: list[tuple[int, dict[str, float]]] = []
+    for n in range(1, 21):
+        metrics = {"reward_mean": 0.9 + n / 1000}
+        if (version := n - num_late) >= 1:
+            metrics |= {"eval/version": float(version), "eval/solved": evaluated[version]}
+        history.append((n, metrics))
+        (tmp_path / f"0-{n:06d}").mkdir()
+        (tmp_path / f"0-{n:06d}" / MARKER).touch()
+        retain(RetentionConfig(last=4), tmp_path, trailing_means((v for v, _ in history), scores_of(history), window=3))
+    left = [int(path.name[2:]) for path in tmp_path.iterdir()]
+    scores = scores_of(history)
+    assert len(left) == 5
+    assert best_version(left, scores, window=3) == best_version(range(1, 21), scores, window=3) == 10

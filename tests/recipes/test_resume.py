@@ -167,7 +167,7 @@ async def test_what_a_user_keeps_beside_the_checkpoints_is_left_alone(tmp_path: 
         (tmp_path / "run" / "checkpoints" / name / "COMPLETE").touch()
     with open_run(tmp_path) as run, open_ledger(tmp_path) as ledger:
         assert await restore(run, learner, ledger) == version(1, lineage=1)
-        retain(RetentionConfig(last=1), run.directory / "checkpoints", score=None)
+        retain(RetentionConfig(last=1), run.directory / "checkpoints", {})
         found = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
         assert found == ["0-000001", "0-000001-copy", "notes"]
 
