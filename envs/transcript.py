@@ -9,7 +9,7 @@ contents of its `{% generation %}` blocks.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jinja2 import TemplateError
 
@@ -25,9 +25,16 @@ Piece = tuple[str, bool]
 """Text, and whether it is trained."""
 
 
-def render_transcript(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+def render_transcript(
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    *,
+    cut: Collection[int] = (),
+    known: Collection[int] = (),
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """(ids, mask), ending with the last assistant message; what comes after it is left out.
 
+    The messages `cut` ended at a token limit, so the token that ends them is not trained; nothing of those `known` is.
     ValueError without an assistant message; TemplateRefused when the template refuses the messages or rewrites one.
     """
     last = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=None)
@@ -39,7 +46,7 @@ def render_transcript(renderer: ChatRenderer, messages: Sequence[Message]) -> tu
     ids: list[int] = []
     mask: list[bool] = []
     try:
-        for text, is_trained in pieces(renderer, shown):
+        for text, is_trained in _trained(renderer.end_token, pieces(renderer, shown), shown, cut, known):
             new_ids = _encode(renderer, text, words)
             ids += new_ids
             mask += [is_trained] * len(new_ids)
@@ -56,6 +63,27 @@ def _with_stand_ins(renderer: ChatRenderer, messages: Sequence[Message]) -> list
         else message
         for k, message in enumerate(messages)
     ]
+
+
+def _trained(
+    end: str, pieces: Iterable[Piece], messages: Sequence[Message], cut: Collection[int], known: Collection[int]
+) -> Iterator[Piece]:
+    """The pieces, those that are trained only as far as their message is."""
+    if not cut and not known:
+        yield from pieces
+        return
+    replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    pieces = list(pieces)
+    if len(replies) != (num_blocks := sum(is_trained for _, is_trained in pieces)):
+        raise TemplateRefused(f"the chat template has {num_blocks} generation blocks for {len(replies)} replies")
+    following = iter(replies)
+    for text, is_trained in pieces:
+        k = next(following) if is_trained else None
+        if k in cut and text.endswith(end):
+            yield text.removesuffix(end), k not in known
+            yield end, False
+        else:
+            yield text, is_trained and k not in known
 
 
 def _appended_pieces(renderer: ChatRenderer, messages: Sequence[Message]) -> Iterator[Piece]:

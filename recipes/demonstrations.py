@@ -20,6 +20,7 @@ from envs.renderer import ChatRenderer
 from envs.transcript import render_transcript
 from learners.plan import SizedSample
 from trajectories.conversations import read_conversations
+from trajectories.dialogues import Dialogue, dialogues
 from trajectories.handle import Location
 from trajectories.samples import Sample, conversation_sample
 from trajectories.store import StoreWriter, scan
@@ -78,11 +79,12 @@ class Demonstrations:
 class _Source:
     """A conversation before it is rendered."""
 
-    messages: Sequence[Mapping[str, str]]
+    dialogue: Dialogue
     reward: float | None
     is_excluded: bool
     """Its Outcome counts in no sum."""
     num_turns: int
+    """Of the whole Trajectory."""
     family: str
     name: str
 
@@ -140,18 +142,20 @@ def _conversations(path: Path) -> Iterator[_Source]:
     if (path / "store").is_dir():
         for _, group in scan(path / "store"):
             for trajectory in group.trajectories:
-                yield _Source(
-                    messages=trajectory.messages(),
-                    reward=(reward := member_reward(trajectory)),
-                    is_excluded=reward is None,
-                    num_turns=len(trajectory.turns),
-                    family=trajectory.provenance.get("family", ""),
-                    name=f"{path} {trajectory.id}",
-                )
+                reward = member_reward(trajectory)
+                for told in dialogues(trajectory) or [Dialogue(messages=())]:
+                    yield _Source(
+                        dialogue=told,
+                        reward=reward,
+                        is_excluded=reward is None,
+                        num_turns=len(trajectory.turns),
+                        family=trajectory.provenance.get("family", ""),
+                        name=f"{path} {trajectory.id}",
+                    )
         return
     for row in read_conversations(path):
         yield _Source(
-            messages=row.messages,
+            dialogue=Dialogue(messages=row.messages),
             reward=row.reward,
             is_excluded=False,
             num_turns=row.num_turns,
@@ -172,7 +176,8 @@ def _render(source: _Source, selection: Selection, renderer: ChatRenderer) -> tu
     if source.num_turns < max(selection.min_turns, 1):
         return None, "below_min_turns"
     try:
-        sample = conversation_sample(*render_transcript(renderer, source.messages))
+        told = source.dialogue
+        sample = conversation_sample(*render_transcript(renderer, told.messages, cut=told.cut, known=told.known))
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
     if len(sample.ids) <= selection.max_tokens:

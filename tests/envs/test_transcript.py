@@ -76,6 +76,26 @@ def test_words_that_look_like_our_own_marks_stay_words() -> None:
     assert ids == (USER, *text_ids(odd), END, ASSISTANT, *text_ids(odd + "<|user|>"), END)
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_cut_replies_do_not_train_their_end_and_known_ones_train_nothing(template: str) -> None:
+    renderer = tiny_renderer(TEMPLATES[template])
+    end = renderer.end_token
+    messages = say(
+        ("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b"), ("user", "w"), ("assistant", "c")
+    )
+    ids, _ = render_transcript(renderer, messages)
+    for cut, known, expected in (((3,), (1,), f"bc{end}"), ((1, 3, 5), (), "abc"), ((1,), (1, 3), f"c{end}")):
+        cut_ids, mask = render_transcript(renderer, messages, cut=cut, known=known)
+        assert cut_ids == ids
+        assert trained_text(renderer, ids, mask) == expected
+
+
+def test_blocks_that_are_no_replies_cannot_be_cut() -> None:
+    twice = MARKED_TEMPLATE.replace("<|end|>{% endg", "{% endgeneration %}{% generation %}<|end|>{% endg")
+    with pytest.raises(TemplateRefused, match="2 generation blocks for 1 replies"):
+        render_transcript(tiny_renderer(twice), say(("user", "u"), ("assistant", "a")), cut=(1,))
+
+
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="needs an assistant message"):
         render_transcript(tiny_renderer(), say(("user", "u")))

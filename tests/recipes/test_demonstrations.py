@@ -12,7 +12,8 @@ import pytest
 
 from recipes.demonstrations import Demonstrations, Overlong, Selection, load_demonstrations
 from tests.envs.tokens import tiny_renderer
-from tests.trajectories.records import group, trajectory, turn
+from tests.trajectories.records import group, tokens, trajectory, turn
+from trajectories.samples import trajectory_samples
 from trajectories.schema import Outcome
 from trajectories.store import StoreWriter, read_sample
 
@@ -96,6 +97,23 @@ async def test_a_store_gives_its_valid_trajectories(tmp_path: Path) -> None:
     demonstrations = await load(tmp_path, run)
     assert [trained for _, trained in texts(tmp_path, demonstrations)] == ["a<|end|>b<|end|>"] * 2
     assert demonstrations.counts == {"read": 3, "kept": 2, "excluded": 1}
+
+
+async def test_a_store_is_trained_as_the_policy_played_it(tmp_path: Path) -> None:
+    """A reply at its limit has no end token of its own; after `forget` a new context begins. As RL trains the same."""
+    renderer = tiny_renderer()
+    first, hel = renderer.first("List the files."), tuple(renderer.encode_text("hel", is_words=True))
+    prefix_len, new_ids = renderer.next(first, hel, "go on")
+    ls = (*renderer.encode_text("ls", is_words=True), *renderer.stop_ids[:1])
+    cut = replace(turn(tokens(first, hel), reply="hel", observation="go on"), finish_reason="length")
+    onward = turn(tokens(new_ids, ls, prefix_len=prefix_len), observation="sum up")
+    fresh = turn(tokens(renderer.first("sum up"), ls))
+    played = trajectory(cut, onward, fresh)
+    demonstrations = await load(tmp_path, run_of(tmp_path / "run", played))
+    assert demonstrations.counts["kept"] == 2
+    samples = [read_sample(tmp_path / "samples", item.sample.location) for item in demonstrations.items]
+    for sample, exact in zip(samples, trajectory_samples(played), strict=True):
+        assert sample.ids.tolist() == exact.ids.tolist() and sample.mask.tolist() == exact.mask.tolist()
 
 
 async def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
