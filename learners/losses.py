@@ -12,7 +12,7 @@ advantage of its Trajectory:
     CLIPPED, TRUNCATED, MASKED                                 learners/corrections.py, with the ratio
         r_t = exp(l_t - b_t)                                   at token level
         r_t = exp(sum of l - b over the Sample of t)           at sequence level, its gradient that of l_t alone:
-                                                               GSPO-token, arXiv 2507.18071 eq. 14, unnormalised
+                                                               GSPO-token, arXiv 2507.18071 section 4.3, unnormalised
     + kl_coef * KL(l_t, q_t)                                   learners/kl.py
 """
 
