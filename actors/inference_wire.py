@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-"""A peer silent for 10 s is asked every 5 s; 25 s (the last is in ms) without an answer end the connection."""
+"""A peer silent for 10 s is asked every 5 s; 25 s (the last is in ms) without an answer, or in which it takes nothing
+of what was sent, end the connection."""
 ERRORS: dict[str, type[EpisodeError]] = {
     error.__name__: error
     for error in (ServerGone, RequestDropped, ServerNotReady, NonFiniteLogprobs, ContextLimit, SamplerError)

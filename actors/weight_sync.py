@@ -102,7 +102,7 @@ class WeightSync:
         self._served: dict[str, PolicyVersion] = {}
         """The version that each proven server took last."""
         self._proven: dict[str, int] = {}
-        """The process of each server that passed the canary."""
+        """The process of each server that took weights first, and passed the canary if it is on."""
         self._locks: dict[str, asyncio.Lock] = {}
         """One per server: a roll and a restarted server's canary never meet."""
         self._gaps = ProbeGaps(self._config)
@@ -176,20 +176,20 @@ class WeightSync:
 
     async def _update(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         """Load and probe; before a process's first use the canary too, and requests are kept out until it passed."""
-        async with self._locks.setdefault(server.name, asyncio.Lock()):
+        async with self._lock_of(server):
             return await self._update_alone(server, published)
 
     async def _update_alone(self, server: SyncedServer, published: Published) -> tuple[LoadReport, float]:
         config = self._config
-        pid = server.pid
-        is_known = not config.canary or (pid != 0 and self._proven.get(server.name) == pid)
+        is_known = not config.canary or self._is_proven(server)
         report = await load_published(server, published, config, admits=is_known)
         is_exact = self._target.dtype is DType.FLOAT32 and config.probe_is_exact
         gap = await check_probe(server, published.probe, config, is_exact=is_exact)
         if not is_known:
             await check_canary(server, published, config)
             await admit(server, config)
-            self._proven[server.name] = pid
+        if not is_known or not config.canary:
+            self._proven[server.name] = server.pid
         self._served[server.name] = published.manifest.version
         self._gaps.add(gap)
         if self._on_served is not None:
@@ -198,14 +198,19 @@ class WeightSync:
 
     async def _heal(self, server: SyncedServer) -> None:
         """Gives a restarted server the published weights and proves them anew, canary included."""
-        async with self._order:
-            if self._published is not None and not self._is_served(server, self._published):
-                await self._update(server, self._published)
+        async with self._order, self._lock_of(server):
+            if self._published is None:
+                return
+            is_served = self._served.get(server.name) == self._published.manifest.version
+            if not (is_served and self._is_proven(server)):  # a roll may have come to it before
+                await self._update_alone(server, self._published)
 
-    def _is_served(self, server: SyncedServer, published: Published) -> bool:
-        """Whether this very process has the version: a roll may have come to it before."""
-        took = self._served.get(server.name) == published.manifest.version
-        return took and server.pid != 0 and self._proven.get(server.name) == server.pid
+    def _is_proven(self, server: SyncedServer) -> bool:
+        """Whether this very process took weights that were proven, by the canary too if it is on."""
+        return server.pid != 0 and self._proven.get(server.name) == server.pid
+
+    def _lock_of(self, server: SyncedServer) -> asyncio.Lock:
+        return self._locks.setdefault(server.name, asyncio.Lock())
 
     async def _settle(self) -> dict[str, float]:
         """Lets the follower end with the server it is at; returns its metrics, or raises what failed there."""

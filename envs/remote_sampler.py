@@ -8,7 +8,6 @@ BudgetExceeded when the budget is spent, TeacherRefused when the endpoint will n
 """
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # the client takes a second to import, which only they pay wh
 
 logger = logging.getLogger(__name__)
 
+_ENDINGS = ("stop", "length")
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 60.0
 
 
@@ -160,7 +160,7 @@ class Endpoint:
         async with self.limiter.slot() as began:
             self.budget.check()
             try:
-                response = await self._request(messages, params)
+                reply = self._read(await self._request(messages, params))
             except openai.RateLimitError as error:
                 if error.code == "insufficient_quota":
                     raise BudgetExceeded(f"the account of teacher {self._teacher.model} is used up: {error}") from error
@@ -173,15 +173,13 @@ class Endpoint:
                 raise _refusal(error, self._teacher) from error
             else:
                 self.limiter.succeed()
-                return self._read(response)
+                return reply
         await asyncio.sleep(_backoff_s(len(failures)))
         return None
 
     async def _request(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Any:
-        """A chat completion. Raises _NoCompletion for what a proxy may answer in its place, with status 200."""
+        """Whatever was answered with status 200. Raises _NoCompletion for what cannot be decoded."""
         import openai
-        from openai.types.chat import ChatCompletion
-        from openai.types.chat.chat_completion import Choice
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
@@ -191,26 +189,38 @@ class Endpoint:
                 timeout=self._teacher.request_timeout_s,
             )
         try:
-            response: Any = await self._client.chat.completions.create(
+            return await self._client.chat.completions.create(
                 model=self._teacher.model,
                 messages=cast(Any, list(messages)),
                 temperature=params.temperature,
                 top_p=params.top_p,
                 max_tokens=params.max_tokens,
             )
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8
             raise _NoCompletion(f"the answer is no JSON: {error}") from error
-        choices: Any = response.choices if isinstance(response, ChatCompletion) else None
-        if not choices or not all(isinstance(choice, Choice) and choice.message for choice in choices):
-            raise _NoCompletion(f"the answer is no chat completion: {str(response)[:200]}")
-        return response
 
     def _read(self, response: Any) -> RemoteReply:
-        usage = self.budget.add(response.usage)
-        choice = response.choices[0]
-        if choice.finish_reason not in ("stop", "length"):
-            raise SamplerError(f"teacher {self._teacher.model} gave no reply in words: {choice.finish_reason}")
-        return RemoteReply(text=choice.message.content or "", finish_reason=choice.finish_reason, usage=usage)
+        """The reply, booked. The client checks no types: _NoCompletion for what is no chat completion."""
+        usage, choices = getattr(response, "usage", None), getattr(response, "choices", None)
+        choice: Any = cast(list[Any], choices)[0] if isinstance(choices, list) and choices else None
+        reason = getattr(choice, "finish_reason", None)
+        message = getattr(choice, "message", None)
+        content: Any = getattr(message, "content", 0)
+        is_reply = isinstance(reason, str) and (reason not in _ENDINGS or isinstance(content, str | None))
+        if not is_reply or not _is_usage(usage):
+            if usage is not None and _is_usage(usage):
+                self.budget.add(usage)  # paid for all the same
+            raise _NoCompletion(f"the answer is no chat completion: {str(response)[:200]}")
+        booked = self.budget.add(usage)
+        if reason not in _ENDINGS:
+            raise SamplerError(f"teacher {self._teacher.model} gave no reply in words: {reason}")
+        return RemoteReply(text=content or "", finish_reason=reason, usage=booked)
+
+
+def _is_usage(reported: Any) -> bool:
+    """Whether it is left out or says both counts."""
+    counts = (getattr(reported, name, None) for name in ("prompt_tokens", "completion_tokens"))
+    return reported is None or all(isinstance(count, int) for count in counts)
 
 
 class _NoCompletion(Exception):

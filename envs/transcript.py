@@ -79,9 +79,10 @@ def _trained(
     following = iter(replies)
     for text, is_trained in pieces:
         k = next(following) if is_trained else None
-        if k in cut and text.endswith(end):
-            yield text.removesuffix(end), k not in known
-            yield end, False
+        said, stop, rest = text.rpartition(end) if k in cut else (text, "", "")
+        if stop:
+            yield said, k not in known
+            yield stop + rest, False
         else:
             yield text, is_trained and k not in known
 

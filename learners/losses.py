@@ -11,7 +11,7 @@ advantage of its Trajectory:
     REINFORCE      -A_t l_t                                    Williams 1992; arXiv 2402.14740 eq. 6
     CLIPPED, TRUNCATED, MASKED                                 learners/corrections.py, with the ratio
         r_t = exp(l_t - b_t)                                   at token level
-        r_t = exp(sum of l - b over the Sample of t)           at sequence level, its gradient that of l_t alone:
+        r_t = exp(sum of l - b over the Sample of t)           at sequence level, its gradient r_t times l_t's:
                                                                GSPO-token, arXiv 2507.18071 section 4.3, unnormalised
     + kl_coef * KL(l_t, q_t)                                   learners/kl.py
 """

@@ -50,9 +50,8 @@ def retain(config: RetentionConfig, root: Path, scores: Mapping[int, float]) -> 
     Checkpoints are directories named `lineage-step` ("0-000020"), in which order they were written. Directories
     without a completion marker (being written, or not ours) are left alone.
     """
-    complete = (path.name for path in root.iterdir() if is_checkpoint(path.name) and (path / MARKER).is_file())
-    names = sorted(complete, key=order_of)
-    steps = [order_of(name)[1] for name in names]
+    names = _complete(root)
+    steps = saved_steps(root)
     scored = {index: scores[step] for index, step in enumerate(steps) if step in scores}
     stay = kept(config, steps, scored)
     removed = [name for index, name in enumerate(names) if index not in stay]
@@ -61,6 +60,16 @@ def retain(config: RetentionConfig, root: Path, scores: Mapping[int, float]) -> 
         (root / name).rename(doomed)
         shutil.rmtree(doomed)
     return removed
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints under `root`, in the order in which they were written."""
+    return [order_of(name)[1] for name in _complete(root)]
+
+
+def _complete(root: Path) -> list[str]:
+    complete = (path.name for path in root.iterdir() if is_checkpoint(path.name) and (path / MARKER).is_file())
+    return sorted(complete, key=order_of)
 
 
 def is_checkpoint(name: str) -> bool:

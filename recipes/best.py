@@ -56,7 +56,7 @@ def scores_of(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[int, f
     return evaluated or {step: metrics["reward_mean"] for step, metrics in history if "reward_mean" in metrics}
 
 
-def trailing_means(versions: Iterable[int], scores: Mapping[int, float], window: int) -> dict[int, float]:
+def trailing_scores(versions: Iterable[int], scores: Mapping[int, float], window: int) -> dict[int, float]:
     """The mean of the last `window` scores up to each of `versions` that has so many behind it.
 
     Versions 2 and 4, scores {1: .2, 2: .4, 3: .9, 4: .1} over a window of 2 -> {2: 0.3, 4: 0.5}
@@ -71,5 +71,5 @@ def trailing_means(versions: Iterable[int], scores: Mapping[int, float], window:
 
 def best_version(saved: Collection[int], scores: Mapping[int, float], window: int) -> int | None:
     """The saved version with the highest trailing mean, the later one of equals; None when none has one."""
-    means = trailing_means(saved, scores, window)
+    means = trailing_scores(saved, scores, window)
     return max(means, key=lambda version: (means[version], version), default=None)

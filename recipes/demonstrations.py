@@ -48,7 +48,7 @@ class Selection:
     min_reward: float | None
     """Those with at least this reward; None keeps every valid one."""
     min_turns: int
-    """Those with at least so many replies."""
+    """Those with at least so many replies; of a store's, the replies of the whole Trajectory count."""
     limit: int | None
     """At most so many, after shuffling."""
     shuffle_seed: int | None

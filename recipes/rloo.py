@@ -29,9 +29,9 @@ from envs.build import EpisodeConfig
 from learners.advantages import advantages_of
 from learners.config import AdvantageKind, LearnerConfig, LossConfig, LossKind
 from learners.plan import plan_batch
-from learners.retention import RetentionConfig, retain
+from learners.retention import RetentionConfig, retain, saved_steps
 from recipes.alarms import AlarmConfig, raised_alarms
-from recipes.best import save_best, scores_of, trailing_means
+from recipes.best import save_best, scores_of, trailing_scores
 from recipes.disk import DiskConfig, disk_usage, over_budget
 from recipes.interrupt import finish
 from recipes.launch import launch
@@ -224,10 +224,9 @@ async def _begin_checkpoint(config: Config, parts: Parts) -> None:
     version = parts.progress.version
 
     def then() -> None:
-        history = parts.progress.history
-        versions = (step for step, _ in history)
-        scores = trailing_means(versions, scores_of(history), config.alarms.window)  # anew: evaluations come in late
-        retain(config.retention, parts.checkpoints.directory, scores)
+        directory, scores = parts.checkpoints.directory, scores_of(parts.progress.history)
+        means = trailing_scores(saved_steps(directory), scores, config.alarms.window)  # anew: evaluations come in late
+        retain(config.retention, directory, means)
         parts.progress.num_restores = 0
         if config.disk.keep_steps is not None:
             prune(parts.ledger, parts.store, version, keep_steps=config.disk.keep_steps)

@@ -50,7 +50,7 @@ class Config:
     min_reward: float | None = 1.0
     """Train on conversations with at least this reward; None takes every valid one, rewarded or not."""
     min_turns: int = 1
-    """Train on conversations with at least so many replies."""
+    """Train on Trajectories, or conversations from elsewhere, with at least so many replies."""
     limit: int | None = None
     """Train on at most so many conversations."""
     overlong: Overlong = Overlong.REFUSE

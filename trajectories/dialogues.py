@@ -29,7 +29,7 @@ def dialogues(trajectory: Trajectory) -> list[Dialogue]:
     """
     turns = trajectory.turns
     asked = [trajectory.prompt, *(turn.observation for turn in turns)]
-    parents = _parents(turns)
+    parents = _parents(turns, asked)
     told: set[int] = set()
     found: list[Dialogue] = []
     for leaf in sorted(set(range(len(turns))) - set(parents)):
@@ -54,28 +54,33 @@ def _path(parents: Sequence[int | None], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _parents(turns: Sequence[Turn]) -> list[int | None]:
-    """For each Turn the one that it goes on from; None where it begins anew."""
+def _parents(turns: Sequence[Turn], asked: Sequence[str]) -> list[int | None]:
+    """For each Turn the one that it goes on from, None where it begins anew; `asked` holds what each was asked.
+
+    It is the last one whose prompt the new prompt begins with: what follows may be its reply, or, where the template
+    leaves out thinking, what is left of it.
+    """
     parents: list[int | None] = []
     prompts: list[tuple[int, ...]] = []
-    contexts: list[tuple[int, ...]] = []
+    before: tuple[int, ...] = ()
     for k, turn in enumerate(turns):
         tokens = turn.tokens
         if tokens is None:  # nothing tells what it saw: all that came before
             parents.append(k - 1 if k else None)
             prompts.append(())
-            contexts.append(())
+            before = ()
             continue
-        before = contexts[-1] if contexts else ()
         prompt = (*before[: tokens.prefix_len], *tokens.new_ids)
         if k and tokens.prefix_len == len(before):
-            parent = k - 1
-        elif k and tokens.prefix_len == len(prompts[-1]) and tokens.new_ids:
-            parent = k - 1  # the template writes the reply without its thinking
+            parents.append(k - 1)
+        elif asked[k].startswith(asked[0]):  # a client's prompt that nobody knew holds the whole dialogue
+            parents.append(None)
         else:
-            starts = (j for j in reversed(range(k)) if contexts[j] and prompt[: len(contexts[j])] == contexts[j])
-            parent = next(starts, None)
-        parents.append(parent)
+            parents.append(next((j for j in reversed(range(k)) if _begins(prompt, prompts[j])), None))
         prompts.append(prompt)
-        contexts.append((*prompt, *tokens.sampled_ids))
+        before = (*prompt, *tokens.sampled_ids)
     return parents
+
+
+def _begins(prompt: tuple[int, ...], start: tuple[int, ...]) -> bool:
+    return 0 < len(start) < len(prompt) and prompt[: len(start)] == start

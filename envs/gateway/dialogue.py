@@ -5,11 +5,15 @@ Called by the protocols (envs/gateway/chat.py and its neighbours), the session a
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from envs.tool_calls import ToolCall as ParsedCall
 from envs.tool_calls import parse_tool_calls
+
+MAX_DEPTH = 100
+"""Levels of a policy's arguments; readers of JSON give up at some depth, each at its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +106,19 @@ def parse_reply(text: str) -> Said:
 
 def _is_json(call: ParsedCall) -> bool:
     """Whether every client can read it: Python takes NaN and half a surrogate pair for JSON, others do not."""
+    if not _is_flat(call.arguments, MAX_DEPTH):
+        return False
     try:
         json.dumps([call.name, dict(call.arguments)], ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
+
+
+def _is_flat(value: object, depth: int) -> bool:
+    """Whether objects and lists nest in at most `depth` levels."""
+    if isinstance(value, Mapping):
+        value = list(cast(Mapping[str, object], value).values())
+    if not isinstance(value, list):
+        return True
+    return depth > 0 and all(_is_flat(item, depth - 1) for item in cast(list[object], value))

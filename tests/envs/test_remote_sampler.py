@@ -91,6 +91,13 @@ async def test_what_may_pass_is_tried_again() -> None:
         Says(body='{"choices": []}'),
         Says(body='{"choices": ["x"]}'),
         Says(body='{"choices": [{"finish_reason": "stop"}]}'),
+        Says(body='{"choices": 7}'),
+        Says(body='{"choices": [{"finish_reason": "stop", "message": "hello"}]}'),
+        Says(body='{"choices": [{"finish_reason": "stop", "message": {"content": [{"text": "a"}]}}]}'),
+        Says(body='{"choices": [{"finish_reason": "stop", "message": {"content": "a"}}], "usage": {}}'),
+        Says(body='{"choices": [{"finish_reason": "stop", "message": {"content": "a"}}], "usage": "much"}'),
+        Says(body=b'{"choices": "\xe2\x82'),
+        Says(body="[" * 100_000),
         Says(body="[1]"),
         Says(body="7"),
         Says(body="null"),
@@ -105,6 +112,22 @@ async def test_an_answer_that_is_no_completion_is_tried_again(says: Says) -> Non
     async with asking(fake, max_attempts=2) as endpoint:
         with pytest.raises(SamplerError, match="the answer is no"):
             await ask(endpoint)
+
+
+async def test_an_answer_without_a_reply_is_paid_for_all_the_same() -> None:
+    fake = FakeEndpoint([Says(body='{"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": 10}}')])
+    async with asking(fake, max_tokens=10_000) as endpoint:
+        assert await ask(endpoint) == ["reply 1"]
+        assert endpoint.budget.spent == ONE_REPLY + ONE_REPLY
+
+
+@pytest.mark.parametrize("message", ["null", "{}", '{"content": null}'])
+async def test_a_reply_that_was_filtered_is_not_asked_for_again(message: str) -> None:
+    fake = FakeEndpoint([Says(body=f'{{"choices": [{{"finish_reason": "content_filter", "message": {message}}}]}}')])
+    async with asking(fake) as endpoint:
+        with pytest.raises(SamplerError, match="no reply in words: content_filter"):
+            await ask(endpoint)
+    assert len(fake.bodies) == 1
 
 
 async def test_a_request_that_hangs_is_given_up_and_tried_again() -> None:

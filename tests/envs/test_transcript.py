@@ -16,6 +16,7 @@ MARKED_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TEMPLATES = {"tiny": TINY_TEMPLATE, "chatml": CHATML_TEMPLATE, "marked": MARKED_TEMPLATE}
+MARKED_TO_THE_LINE = MARKED_TEMPLATE.replace("<|end|>{% endg", "<|end|>\n{% endg")
 
 
 def say(*said: tuple[str, str]) -> list[dict[str, str]]:
@@ -88,6 +89,12 @@ def test_cut_replies_do_not_train_their_end_and_known_ones_train_nothing(templat
         cut_ids, mask = render_transcript(renderer, messages, cut=cut, known=known)
         assert cut_ids == ids
         assert trained_text(renderer, ids, mask) == expected
+
+
+def test_a_cut_reply_does_not_train_what_its_block_holds_after_the_end_either() -> None:
+    renderer = tiny_renderer(MARKED_TO_THE_LINE)
+    messages = say(("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b"))
+    assert trained_text(renderer, *render_transcript(renderer, messages, cut=(1,))) == "ab<|end|>\n"
 
 
 def test_blocks_that_are_no_replies_cannot_be_cut() -> None:

@@ -29,7 +29,7 @@ class Fails:
 class Says:
     """Status 200, with this text as its body."""
 
-    body: str
+    body: str | bytes
     media_type: str = "application/json"
 
 

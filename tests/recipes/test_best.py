@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from learners.retention import MARKER, RetentionConfig, retain
-from recipes.best import best_version, save_best, scores_of, trailing_means
+from recipes.best import best_version, save_best, scores_of, trailing_scores
 
 SCORES = {1: 0.2, 2: 0.4, 3: 0.9, 4: 0.1, 5: 0.6}
 
@@ -16,9 +16,9 @@ def test_the_best_version_has_the_best_mean_and_not_the_luckiest_step() -> None:
     assert best_version([3, 5], SCORES, window=3) == 5, "means 0.5 and 0.533"
 
 
-def test_trailing_means_by_hand() -> None:
-    assert trailing_means([2, 4], SCORES, window=2) == pytest.approx({2: 0.3, 4: 0.5})
-    assert trailing_means([1, 3], SCORES, window=3) == pytest.approx({3: 0.5})
+def test_trailing_scores_by_hand() -> None:
+    assert trailing_scores([2, 4], SCORES, window=2) == pytest.approx({2: 0.3, 4: 0.5})
+    assert trailing_scores([1, 3], SCORES, window=3) == pytest.approx({3: 0.5})
 
 
 def test_a_version_without_enough_scores_behind_it_is_not_judged() -> None:
@@ -76,7 +76,9 @@ def test_the_best_of_all_checkpoints_is_among_those_that_stay(tmp_path: Path, nu
         history.append((n, metrics))
         (tmp_path / f"0-{n:06d}").mkdir()
         (tmp_path / f"0-{n:06d}" / MARKER).touch()
-        retain(RetentionConfig(last=4), tmp_path, trailing_means((v for v, _ in history), scores_of(history), window=3))
+        retain(
+            RetentionConfig(last=4), tmp_path, trailing_scores((v for v, _ in history), scores_of(history), window=3)
+        )
     left = [int(path.name[2:]) for path in tmp_path.iterdir()]
     scores = scores_of(history)
     assert len(left) == 5

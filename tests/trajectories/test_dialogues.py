@@ -64,3 +64,25 @@ def test_a_reply_whose_thinking_is_left_out_afterwards_stays_in_its_dialogue() -
     first = turn(tokens((1, 2), (30, 31, 3, 4)), reply="<think>t</think>a", observation="x")
     second = turn(tokens((3, 4, 5), (6,), prefix_len=2), reply="b")
     assert told(first, second) == [Dialogue(messages=say(PROMPT, "<think>t</think>a", "x", "b"))]
+
+
+def test_so_it_does_after_an_aside_and_after_an_unwinding() -> None:
+    first = turn(tokens((1, 2), (30, 31, 3, 4)), reply="a", observation="by the way")
+    aside = turn(tokens((7, 8), (9,), prefix_len=1), reply="b", observation="x")
+    onward = turn(tokens((2, 3, 4, 5), (6,), prefix_len=1), reply="c")
+    assert told(first, aside, onward)[1] == Dialogue(messages=say(PROMPT, "a", "x", "c"))
+    second = turn(tokens((3, 4, 8), (32, 33, 9), prefix_len=2), reply="b", observation="x")
+    third = turn(tokens((5,), (6,), prefix_len=4), reply="c")
+    assert told(first, second, third) == [
+        Dialogue(messages=say(PROMPT, "a", "by the way", "b")),
+        Dialogue(messages=say(PROMPT, "a", "x", "c"), known=frozenset({1})),
+    ]
+
+
+def test_a_prompt_that_retells_the_dialogue_begins_anew() -> None:
+    first = turn(tokens((1, 2), (30, 31, 3, 4)), reply="a", observation=f"{PROMPT}\n\na'\n\nx")
+    retold = turn(tokens((40, 5), (6,), prefix_len=2), reply="b")
+    assert told(first, retold) == [
+        Dialogue(messages=say(PROMPT, "a")),
+        Dialogue(messages=say(f"{PROMPT}\n\na'\n\nx", "b")),
+    ]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.sampler import SamplingParams
 from tests.envs.gateway.doors import MODEL, Gateway, make_gateway
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
@@ -120,18 +121,18 @@ async def test_arguments_that_a_client_sends_back_are_taken_as_they_are(argument
     assert (await post(gateway, CHAT, {"model": MODEL, "messages": said})).status_code == 200
 
 
-@pytest.mark.parametrize("value", ['"\\ud83d"', "NaN", "1e999"])
+@pytest.mark.parametrize("value", ['"\\ud83d"', "NaN", "1e999", "[" * 200 + "]" * 200])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_call_that_other_readers_of_json_refuse_stays_among_the_words(
     path: str, value: str, is_stream: bool
 ) -> None:
     reply = f'<tool_call>\n{{"name": "bash", "arguments": {{"command": {value}}}}}\n</tool_call>'
-    gateway = make_gateway(reply)
+    gateway = make_gateway(reply, sampling=SamplingParams(max_tokens=900))
     answer = await post(
         gateway,
         path,
-        WHOLE[path] | {"stream": is_stream, "max_tokens": 200}
+        WHOLE[path] | {"stream": is_stream, "max_tokens": 900}
         if path == MESSAGES
         else WHOLE[path] | {"stream": is_stream},
     )
