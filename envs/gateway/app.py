@@ -163,7 +163,7 @@ async def _read_body(request: Request) -> Json:
             raise Refused(413, f"a body may hold {MAX_BODY_BYTES} bytes")
     try:
         body = cast(object, json.loads(bytes(data)))
-        json.dumps(body, ensure_ascii=False).encode()
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # no other reader takes NaN for JSON
     except RecursionError:
         raise Refused(400, "the body is nested too deeply") from None
     except UnicodeEncodeError:

@@ -98,8 +98,15 @@ async def test_a_body_with_anything_anywhere_is_answered_or_refused(path: str, d
 
 @pytest.mark.parametrize(
     "body",
-    [b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", json.dumps({"model": MODEL, HALF: 1}).encode(), b"\xff", b""],
-    ids=["deep", "half a pair", "no UTF-8", "empty"],
+    [
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        json.dumps({"model": MODEL, HALF: 1}).encode(),
+        b"\xff",
+        b"",
+        b"[NaN]",
+        b"1e999",
+    ],
+    ids=["deep", "half a pair", "no UTF-8", "empty", "NaN", "infinite"],
 )
 async def test_a_body_that_is_no_text_is_refused(body: bytes) -> None:
     gateway = make_gateway("x")
