@@ -51,7 +51,7 @@ def retain(config: RetentionConfig, root: Path, scores: Mapping[int, float]) -> 
     without a completion marker (being written, or not ours) are left alone.
     """
     names = _complete(root)
-    steps = saved_steps(root)
+    steps = [order_of(name)[1] for name in names]
     scored = {index: scores[step] for index, step in enumerate(steps) if step in scores}
     stay = kept(config, steps, scored)
     removed = [name for index, name in enumerate(names) if index not in stay]

@@ -73,7 +73,7 @@ def _parents(turns: Sequence[Turn], asked: Sequence[str]) -> list[int | None]:
         prompt = (*before[: tokens.prefix_len], *tokens.new_ids)
         if k and tokens.prefix_len == len(before):
             parents.append(k - 1)
-        elif asked[k].startswith(asked[0]):  # a client's prompt that nobody knew holds the whole dialogue
+        elif asked[0] and asked[k].startswith(asked[0]):  # a client's prompt that nobody knew holds the whole dialogue
             parents.append(None)
         else:
             parents.append(next((j for j in reversed(range(k)) if _begins(prompt, prompts[j])), None))

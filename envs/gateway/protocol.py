@@ -137,7 +137,7 @@ def read_text(content: object, where: str, kinds: Sequence[str] = ("text",)) -> 
     if content is None:
         return ""
     if isinstance(content, str):
-        return _sound(content, where)
+        return content
     if not isinstance(content, list):
         raise Refused(400, f"{where} must be a string or a list of parts", param=where)
     texts: list[str] = []
@@ -147,7 +147,7 @@ def read_text(content: object, where: str, kinds: Sequence[str] = ("text",)) -> 
         if kind not in kinds or not isinstance(words, str):
             raise Refused(400, f"{where} holds a part of type {kind!r}; only text is read here", param=where)
         texts.append(words)
-    return _sound("".join(texts), where)
+    return "".join(texts)
 
 
 def read_tool(name: object, description: object, parameters: object) -> Tool:
@@ -172,14 +172,6 @@ def pieces(text: str, size: int = 64) -> Iterator[str]:
     """The text in the pieces that a stream sends; whole replies are sampled before the first one goes out."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
-
-
-def _sound(text: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refused(400, f"{where} is not Unicode text (it holds half a surrogate pair)", param=where) from None
-    return text
 
 
 def _kind(value: object) -> str:
